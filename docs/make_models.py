@@ -89,6 +89,10 @@ DIFFERENCES: Final[Mapping[str, Mapping[str, Any]]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
+    "nemotron_h": {
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "moe_shared_expert_intermediate_size": 32,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    },
     "phi4_multimodal": {
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
         "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 2},

@@ -71,6 +71,13 @@ _MAMBA = {
 _GRANITE4_MAMBA = {
     **_GRANITE4, **_MAMBA, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
+_NEMOTRON_H = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "linear_attention"],
+    "head_dim": 16, "ssm_state_size": 20, "mamba_num_heads": 6, "mamba_head_dim": 12, "n_groups": 2,
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 1.5,
+    "time_step_min": 1e-9,  # to which transformers raises the step sizes of prompts, but not of answers
+}  # fmt: skip
 _GPT2 = {"vocab_size": 257, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512, "eos_token_id": 2}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 _MIXED = {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3], "num_experts_per_tok": 3}
@@ -235,6 +242,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bamba": ("BambaConfig", {**_MAMBA, "mamba_n_groups": 3, "attn_layer_indices": [1], "attention_bias": True}),
+    "nemotron-h": ("NemotronHConfig", _NEMOTRON_H),
+    "nemotron-h-dense": (
+        "NemotronHConfig",
+        {
+            **_NEMOTRON_H,
+            "layers_block_type": ["mlp", "full_attention", "linear_attention"],
+            "use_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "arcee": ("ArceeConfig", {"attention_bias": True}),
+    "nemotron": ("NemotronConfig", {"mlp_bias": True, "tie_word_embeddings": False}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": WINDOW, "num_key_value_heads": 1}),
     "dots1": ("Dots1Config", {**_GLM, "head_dim": 16, "first_k_dense_replace": 1, "norm_topk_prob": True}),
     "ernie4.5-moe": ("Ernie4_5_MoeConfig", _ERNIE_MOE),
     "glm4-moe": ("Glm4MoeConfig", _GLM),
@@ -307,13 +327,15 @@ FUSED = (
     "llama", "llama-tied", "llama-bias", "llama3-rope", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3",
     "qwen3-sliding", "gemma", "gemma3", "gemma3-softcap", "ministral", "cwm", "seed-oss", "smollm3", "ernie4.5",
     "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
-    "cohere2", "hyperclovax", "internlm3", "ministral3", "hunyuan", "youtu", "minicpm3", "granite4",
+    "cohere2", "hyperclovax", "internlm3", "ministral3", "hunyuan", "youtu", "minicpm3", "granite4", "arcee",
+    "nemotron", "starcoder2",
     *MIXTURES,
 )  # fmt: skip
 """Families that the fused decoder computes and whose rotation does not depend on the sequence's length."""
 
 WITH_STATES = (
     "qwen3-next", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe", "granite4-mamba", "granite4-mamba-moe", "bamba",
+    "nemotron-h", "nemotron-h-dense",
 )  # fmt: skip
 """Families that the fused decoder computes and some of whose layers have states instead of keys and values."""
 
@@ -360,7 +382,7 @@ def make_tiny_model(
 
 
 def _draw(name: str, parameter: torch.Tensor, *, tied: bool, scaled: bool) -> None:
-    if name.endswith(("mamba.A_log", "mamba.dt_bias")):
+    if name.endswith((".A_log", ".dt_bias")) and "linear_attn" not in name:
         # Decays of a half to nearly 1: else a Mamba-2 layer remembers nothing, or everything.
         parameter.normal_(-1.5 if name.endswith("dt_bias") else 0.0, 0.7)
     elif parameter.dim() < 2:

@@ -59,7 +59,8 @@ class ModelSpec:
         num_active_parameters: that a token is computed with; None: all of them, or it is not known.
         generates: it has a language-model head.
         has_sinks: its layers attend with sinks, see `Attend`.
-        states: per layer, the tensors of its state (`engine.states`), none for a layer that attends; empty: all do.
+        states: per layer, the tensors of its state (`engine.states`), none where it has no state; empty: no layer has.
+        uncached_layers: layers with neither keys and values nor a state.
         latent_dim: of latent attention, with one KV head: a token's values are the first so many elements of its key,
             and are not stored apart (`engine.models.latent`). 0: values are stored, of head_dim elements.
         rope_original_max: length from which rotary frequencies depend on a sequence's length (dynamic scaling only).
@@ -84,6 +85,7 @@ class ModelSpec:
     context_limit: str | None = None
     states: tuple[tuple[StateShape, ...], ...] = ()
     latent_dim: int = 0
+    uncached_layers: tuple[int, ...] = ()
 
     @property
     def value_dim(self) -> int:
@@ -109,9 +111,15 @@ class ModelSpec:
         return tuple(layer for layer, shapes in enumerate(self.states) if shapes)
 
     @property
+    def attending_layers(self) -> tuple[int, ...]:
+        """Layers with keys and values."""
+        others = {*self.state_layers, *self.uncached_layers}
+        return tuple(layer for layer in range(self.num_layers) if layer not in others)
+
+    @property
     def window_layers(self) -> dict[int | None, tuple[int, ...]]:
         """Windows -> the layers that attend with them; full attention first, then by size."""
-        attending = [layer for layer in range(self.num_layers) if layer not in self.state_layers]
+        attending = self.attending_layers
         windows = {self.windows[layer] for layer in attending}
         return {
             window: tuple(layer for layer in attending if self.windows[layer] == window)

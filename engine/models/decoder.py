@@ -25,8 +25,9 @@ from engine.models.state_layers.short_conv import ShortConv, ShortConvSpec
 from engine.quant.base import Linear
 from engine.quant.weight import QWeight
 
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-"""Of the gate, which is multiplied with up; for "clamped_swiglu" see `clamped_swiglu`."""
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "plain_silu", "plain_gelu_tanh", "plain_relu2"]
+"""Of the gate, which is multiplied with up; for "clamped_swiglu" see `clamped_swiglu`. The plain ones are of up itself,
+in MLPs without a gate; relu2 is the square of ReLU (So et al. 2021, Primer, section 4.1)."""
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """The kernels compute with the same constants (csrc/linear.h)."""
@@ -56,7 +57,8 @@ class DecoderSpec:
         intermediate_size: of the dense MLPs.
         experts: of the layers whose MLP is a mixture; None: none is.
         state_layers: of the layers that have states instead of attention; None: all attend.
-        activation: of the gate.
+        without_mixer: layers that are an MLP only.  without_mlp: layers that have none.
+        activation: of the gate, or of MLPs without one.
         qkv_bias, output_bias, mlp_bias: which products have a bias; of latent attention's, those with the input do.
         fused_qkv, fused_gate_up: checkpoints store these products stacked, as one tensor.
         has_sinks: each layer has sinks, see `Attend`.
@@ -66,9 +68,9 @@ class DecoderSpec:
         late_qk_norm: they are when they are rotated, not before.
         interleaved_rope: in checkpoints, the two rows of q and k that are rotated together are neighbours. The loader
             puts them half a head apart.
-        norms: see `NormNames`.
+        norms: see `NormNames`. Layers without a part have none of that part.
         norm_offset: norm weights are stored as w and mean 1 + w.
-        layer_norm: norms subtract the mean first (LayerNorm without a bias).
+        layer_norm: norms subtract the mean first (LayerNorm).  norm_bias: and add a bias, but for those of q and k.
         parallel: attention and MLP read the same normed input, and both join the residual.
         embedding_scale: factor of the embeddings, rounded to the weights' dtype.
         residual_scale: factor of what joins the residual.
@@ -102,6 +104,8 @@ class DecoderSpec:
     latent: LatentSpec | None = None
     experts: ExpertSpec | None = None
     state_layers: StateLayers | None = None
+    without_mixer: frozenset[int] = frozenset()
+    without_mlp: frozenset[int] = frozenset()
     activation: Activation = "silu"
     tied: bool = False
     headless: bool = False
@@ -118,6 +122,7 @@ class DecoderSpec:
     norms: NormNames = ("input_layernorm", None, "post_attention_layernorm", None)
     norm_offset: bool = False
     layer_norm: bool = False
+    norm_bias: bool = False
     parallel: bool = False
     embedding_scale: float | None = None
     residual_scale: float = 1.0
@@ -147,8 +152,15 @@ class DecoderSpec:
         queries = q * (1 + self.gated_attention)
         return {"qkv_proj": q + k + v} if self.fused_qkv else {"q_proj": queries, "k_proj": k, "v_proj": v}
 
+    @property
+    def has_gates(self) -> bool:
+        """Whether MLPs have a gate beside up."""
+        return not self.activation.startswith("plain_")
+
     def gate_up_rows(self, inner: int) -> dict[str, int]:
         """Modules that make an MLP's gate and up, of `inner` rows each -> their rows, as checkpoints store them."""
+        if not self.has_gates:
+            return {"up_proj": inner}
         return {"gate_up_proj": 2 * inner} if self.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
 
     def num_parameters(self, *, active: bool = False) -> int:
@@ -162,17 +174,21 @@ class DecoderSpec:
             attention += self.latent.num_parameters(h, self.num_heads, bias=self.qkv_bias)
         if self.qk_norm not in (None, "unit"):
             attention += 2 * self.head_dim if self.qk_norm == "head" else q + k
-        parts = self.num_layers * attention
+        mixers, all_mlps = (self.num_layers - len(without) for without in (self.without_mixer, self.without_mlp))
+        parts = mixers * attention
         if (others := self.state_layers) is not None:
             parts += sum(others.layers) * (others.num_parameters(h) - attention)
         mixtures, mixture = 0, 0
         if (experts := self.experts) is not None:
             mixtures = sum(experts.layers)
-            mixture = experts.num_parameters(h, experts.top_k if active else experts.num_experts)
-        mlp = 3 * h * m + (2 * m + h) * self.mlp_bias
-        mlps = (self.num_layers - mixtures) * mlp + mixtures * mixture
-        norms = self.num_layers * sum(name is not None for name in self.norms) * h + h
-        return parts + mlps + norms + self.vocab_size * h * (1 if self.tied else 2)
+            chosen = experts.top_k if active else experts.num_experts
+            mixture = experts.num_parameters(h, chosen, has_gates=self.has_gates)
+        up = (1 + self.has_gates) * m
+        mlp = (up + m) * h + (up + h) * self.mlp_bias
+        mlps = (all_mlps - mixtures) * mlp + mixtures * mixture
+        in_norm, out_norm, mlp_norm, down_norm = (name is not None for name in self.norms)
+        norms = mixers * (in_norm + out_norm) + all_mlps * (mlp_norm + down_norm) + 1
+        return parts + mlps + norms * h * (1 + self.norm_bias) + self.vocab_size * h * (1 if self.tied else 2)
 
     def model_spec(self, dtype: torch.dtype) -> ModelSpec:
         """The model's shape for the rest of the engine."""
@@ -199,6 +215,7 @@ class DecoderSpec:
             if (others := self.state_layers) is None
             else tuple(others.state(dtype) if has_state else () for has_state in others.layers),
             latent_dim=0 if self.latent is None else self.latent.rank,
+            uncached_layers=tuple(sorted(self.without_mixer)),
         )
 
 
@@ -230,15 +247,17 @@ class Layer:
     """One layer's weights. Norm weights are float32, with any offset already added.
 
     Attributes:
+        attention, mlp: None: the layer has no such part.
         output: `DecoderSpec.attended_size`, or of a gated delta net's heads -> hidden.
-        input_norm, mlp_norm, output_norm, down_norm: float32 [hidden_size]; None: there is none.
+        input_norm, mlp_norm, output_norm, down_norm: float32 [hidden_size], or [2, hidden_size] with
+            `DecoderSpec.norm_bias`, weight and bias; None: there is none.
     """
 
     input_norm: Tensor | None
-    attention: HeadAttention | LatentAttention | StateLayer
-    output: Linear
+    attention: HeadAttention | LatentAttention | StateLayer | None
+    output: Linear | None
     mlp_norm: Tensor | None
-    mlp: Mlp | Experts | WholeMlp
+    mlp: Mlp | Experts | WholeMlp | None
     output_norm: Tensor | None = None
     down_norm: Tensor | None = None
 
@@ -261,7 +280,7 @@ class FusedDecoder:
 
         Args:
             embedding: [vocab_size, hidden_size]; rows of a quantized one are dequantized when they are looked up.
-            norm: float32 [hidden_size].
+            norm: float32 [hidden_size], as of `Layer`.
             positions: rotary positions to tabulate at once (None: on first use, or all where that is impossible).
         """
         device = norm.device
@@ -334,14 +353,16 @@ class FusedDecoder:
                 if states is not None and index in states:
                     states[index].copy_(hidden)
                 normed = self._normed(hidden, layer.input_norm)
-                rope = spec.layer_ropes[index]
-                attended = self._attended(index, layer.attention, normed, rotations[rope], growths[rope], attend)
-                update = layer.output(attended.flatten(1))
-                hidden.add_(self._scaled(self._normed(update, layer.output_norm)))
-                if not spec.parallel:
-                    normed = self._normed(hidden, layer.mlp_norm)
-                update = self._mlp(layer.mlp, normed)
-                hidden.add_(self._scaled(self._normed(update, layer.down_norm)))
+                if layer.attention is not None and layer.output is not None:
+                    rope = spec.layer_ropes[index]
+                    attended = self._attended(index, layer.attention, normed, rotations[rope], growths[rope], attend)
+                    update = layer.output(attended.flatten(1))
+                    hidden.add_(self._scaled(self._normed(update, layer.output_norm)))
+                if layer.mlp is not None:
+                    if not spec.parallel:
+                        normed = self._normed(hidden, layer.mlp_norm)
+                    update = self._mlp(layer.mlp, normed)
+                    hidden.add_(self._scaled(self._normed(update, layer.down_norm)))
             if states is not None and spec.num_layers in states:
                 states[spec.num_layers].copy_(hidden)
             return self._normed(hidden, self._norm)
@@ -390,7 +411,7 @@ class FusedDecoder:
     def _mlp(self, mlp: Mlp | Experts | WholeMlp, x: Tensor) -> Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
         if isinstance(mlp, Mlp):
-            return mlp.down(self._gated(mlp.gate_up(x)))
+            return mlp.down(inner_values(self._decoder.activation, mlp.gate_up(x)))
         if not isinstance(mlp, Experts):
             return mlp(x)
         spec = self._decoder.experts
@@ -404,7 +425,7 @@ class FusedDecoder:
         if spec.scales_inputs:
             inputs *= weights.flatten().index_select(0, rows.order)[:, None].to(x.dtype)
             weights = torch.ones_like(weights)
-        inner = self._gated(mlp.gate_up(inputs, rows.ends))
+        inner = inner_values(self._decoder.activation, mlp.gate_up(inputs, rows.ends))
         total = weighted_sum(rows.restore(mlp.down(inner, rows.ends), len(x), spec.top_k), weights)
         if mlp.shared is not None:
             shared = self._mlp(mlp.shared, x)
@@ -417,7 +438,7 @@ class FusedDecoder:
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """In float32, rounded once to x's dtype; x itself where there is no norm."""
-        return x if weight is None else self._norm32(x, weight.shape[0], weight).to(x.dtype)
+        return x if weight is None else self._norm32(x, weight.shape[-1], weight).to(x.dtype)
 
     def _qk_normed(self, x: Tensor, weight: Tensor) -> Tensor:
         """Norm q and k [T, heads + kv_heads, head_dim]; weight: float32 [heads + kv_heads, head_dim]."""
@@ -428,13 +449,25 @@ class FusedDecoder:
         return whole.view(x.shape).mul_(weight).to(x.dtype)
 
     def _norm32(self, x: Tensor, size: int, weight: Tensor | None = None) -> Tensor:
-        """Zhang & Sennrich 2019 (RMSNorm), equation 4, or Ba et al. 2016 (LayerNorm) without a bias, of the last `size`
-        elements, in float32."""
-        norm = F.layer_norm if self._decoder.layer_norm else F.rms_norm
-        return norm(x.float(), (size,), weight=weight, eps=self._decoder.norm_eps)
+        """Zhang & Sennrich 2019 (RMSNorm), equation 4, or Ba et al. 2016 (LayerNorm), of the last `size` elements, in
+        float32."""
+        if not self._decoder.layer_norm:
+            return F.rms_norm(x.float(), (size,), weight=weight, eps=self._decoder.norm_eps)
+        weight, bias = (weight, None) if weight is None or weight.dim() == 1 else weight
+        return F.layer_norm(x.float(), (size,), weight, bias, self._decoder.norm_eps)
 
-    def _gated(self, gate_up: Tensor) -> Tensor:
-        return gated(self._decoder.activation, *gate_up.chunk(2, dim=-1))
+
+def inner_values(activation: Activation, made: Tensor) -> Tensor:
+    """An MLP's values between its products, of gate and up side by side, or of up where there is no gate."""
+    match activation:
+        case "plain_silu":
+            return F.silu(made)
+        case "plain_gelu_tanh":
+            return F.gelu(made, approximate="tanh")
+        case "plain_relu2":
+            return F.relu(made).square_()
+        case _:
+            return gated(activation, *made.chunk(2, dim=-1))
 
 
 def gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
@@ -446,6 +479,8 @@ def gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
             return F.gelu(gate, approximate="tanh").mul_(up)
         case "clamped_swiglu":
             return clamped_swiglu(gate, up)
+        case _:
+            raise AssertionError(f"{activation} has no gate")
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:

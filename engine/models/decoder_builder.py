@@ -67,10 +67,15 @@ _MIXTURES = (
     _MixtureNames("block_sparse_moe", "block_sparse_moe.router"),
     _MixtureNames("feed_forward", "feed_forward.router"),
     _MixtureNames("feed_forward", "feed_forward.gate", ("w1", "w3", "w2")),
+    _MixtureNames("mixer", "mixer.gate"),
 )
-_MLPS = (_MlpNames("mlp"), _MlpNames("feed_forward"), _MlpNames("feed_forward", ("w1", "w3"), "w2"))
+_MLPS = (
+    _MlpNames("mlp"), _MlpNames("feed_forward"), _MlpNames("feed_forward", ("w1", "w3"), "w2"), _MlpNames("mixer"),
+)  # fmt: skip
+_ATTENTIONS = ("self_attn", "mixer")
 _OUTPUTS = ("o_proj", "out_proj")
-_LAST_NORMS = ("norm", "embedding_norm", "final_layernorm")
+_EMBEDDINGS = ("embed_tokens", "embeddings")
+_LAST_NORMS = ("norm", "embedding_norm", "final_layernorm", "norm_f")
 
 _PACKED_HEAD_BYTES = 128 << 20
 """A tied head is packed as a second copy only up to this size: small models gain 10 to 60 % on their largest product,
@@ -261,9 +266,11 @@ class WeightReader:
                 parts[index] = None
         return weight if order is None else weight[order.to(self.device)]
 
-    def norm(self, name: str, shape: tuple[int, ...], offset: bool) -> Tensor:
+    def norm(self, name: str, shape: tuple[int, ...], offset: bool, bias: bool = False) -> Tensor:
+        """A norm's weight; with `bias`, weight and bias [2, *shape]."""
         weight = self.exact(f"{name}.weight", *shape)
-        return weight.add_(1) if offset else weight
+        weight = weight.add_(1) if offset else weight
+        return torch.stack((weight, self.exact(f"{name}.bias", *shape))) if bias else weight
 
     def exact(self, name: str, *shape: int) -> Tensor:
         """A small tensor in float32."""
@@ -323,12 +330,13 @@ def build_decoder(
     """
     builder = builder or TorchBuilder()
     reader = WeightReader(source, builder, dtype, device)
-    prefix = next((p for p in spec.weight_prefixes if reader.has(f"{p}embed_tokens.weight")), spec.weight_prefixes[0])
+    names = [(prefix, name) for prefix in spec.weight_prefixes for name in _EMBEDDINGS]
+    prefix, name = next((found for found in names if reader.has("{}{}.weight".format(*found))), names[0])
     use: Use = "tied" if spec.tied else "embedding"
-    embedding = reader.matrix(f"{prefix}embed_tokens.weight", spec.vocab_size, spec.hidden_size, use)
+    embedding = reader.matrix(f"{prefix}{name}.weight", spec.vocab_size, spec.hidden_size, use)
     layers = tuple(_layer(spec, reader, builder, prefix, index) for index in range(spec.num_layers))
     last = next((found for found in _LAST_NORMS if reader.has(f"{prefix}{found}.weight")), _LAST_NORMS[0])
-    norm = reader.norm(f"{prefix}{last}", (spec.hidden_size,), spec.norm_offset)
+    norm = reader.norm(f"{prefix}{last}", (spec.hidden_size,), spec.norm_offset, spec.norm_bias)
     head = _head(spec, reader, builder, embedding)
     reader.finish(spec.ignored_weights)
     _report_slow_experts(layers, device)
@@ -346,35 +354,57 @@ def _report_slow_experts(layers: Sequence[Layer], device: torch.device) -> None:
 
 
 def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, prefix: str, index: int) -> Layer:
-    hidden, name = spec.hidden_size, f"{prefix}layers.{index}"
-    input_norm, output_norm, mlp_norm, down_norm = (
-        None if part is None else reader.norm(f"{name}.{part}", (hidden,), spec.norm_offset) for part in spec.norms
-    )
-    mlp = next((found for found in _MLPS if reader.has(f"{name}.{found.block}.{found.down}.weight")), _MLPS[0])
-    attention: HeadAttention | LatentAttention | StateLayer
-    if spec.state_layers is not None and spec.state_layers.layers[index]:
-        attention, output = read_state_layer(spec.state_layers, reader, builder, name, hidden)
-    else:
-        part = f"{name}.self_attn"
-        if spec.latent is None:
-            attention = _head_attention(spec, reader, builder, part, index)
+    name = f"{prefix}layers.{index}"
+
+    def norms(parts: Sequence[str | None]) -> list[Tensor | None]:
+        shape = (spec.hidden_size,)
+        return [
+            None if part is None else reader.norm(f"{name}.{part}", shape, spec.norm_offset, spec.norm_bias)
+            for part in parts
+        ]
+
+    attention = output = None
+    mlp: Mlp | Experts | None = None
+    input_norm = output_norm = mlp_norm = down_norm = None
+    if index not in spec.without_mixer:
+        input_norm, output_norm = norms(spec.norms[:2])
+        attention, output = _mixer(spec, reader, builder, name, index)
+    if index not in spec.without_mlp:
+        mlp_norm, down_norm = norms(spec.norms[2:])
+        if spec.experts is not None and spec.experts.layers[index]:
+            mlp = _experts(spec, spec.experts, reader, builder, name, index)
         else:
-            attention = _latent_attention(spec, spec.latent, reader, builder, part)
-        module = next((found for found in _OUTPUTS if reader.has(f"{part}.{found}.weight")), _OUTPUTS[0])
-        output = reader.fused([f"{part}.{module}"], [hidden], spec.attended_size, spec.output_bias)
+            names = next(
+                (found for found in _MLPS if reader.has(f"{name}.{found.block}.{found.down}.weight")), _MLPS[0]
+            )
+            mlp = _mlp(spec, f"{name}.{names.block}", spec.intermediate_size, reader, builder, names)
     return Layer(
         input_norm=input_norm,
         attention=attention,
-        output=builder.linear(*output),
+        output=output,
         mlp_norm=mlp_norm,
-        mlp=(
-            _experts(spec, spec.experts, reader, builder, name, index)
-            if spec.experts is not None and spec.experts.layers[index]
-            else _mlp(spec, f"{name}.{mlp.block}", spec.intermediate_size, reader, builder, mlp)
-        ),
+        mlp=mlp,
         output_norm=output_norm,
         down_norm=down_norm,
     )
+
+
+def _mixer(
+    spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, name: str, index: int
+) -> tuple[HeadAttention | LatentAttention | StateLayer, Linear]:
+    """Read a layer's attention or state, and its output product."""
+    if spec.state_layers is not None and spec.state_layers.layers[index]:
+        state, product = read_state_layer(spec.state_layers, reader, builder, name, spec.hidden_size)
+        return state, builder.linear(*product)
+    names = [(f"{name}.{block}", output) for block in _ATTENTIONS for output in _OUTPUTS]
+    part, output = next((found for found in names if reader.has("{}.{}.weight".format(*found))), names[0])
+    attention: HeadAttention | LatentAttention
+    if spec.latent is None:
+        attention = _head_attention(spec, reader, builder, part, index)
+    else:
+        attention = _latent_attention(spec, spec.latent, reader, builder, part)
+    product = reader.fused([f"{part}.{output}"], [spec.hidden_size], spec.attended_size, spec.output_bias)
+    return attention, builder.linear(*product)
 
 
 def _head_attention(
@@ -444,8 +474,10 @@ def _mlp(
 ) -> Mlp:
     hidden, bias = spec.hidden_size, spec.mlp_bias
     rows = spec.gate_up_rows(inner) if names.gate_up is None else dict.fromkeys(names.gate_up, inner)
-    gate_up = reader.fused([f"{name}.{part}" for part in rows], list(rows.values()), hidden, bias, "gated")
-    return Mlp(builder.gated(*gate_up), builder.linear(*reader.fused([f"{name}.{names.down}"], [hidden], inner, bias)))
+    use: Use = "gated" if spec.has_gates else "linear"
+    gate_up = reader.fused([f"{name}.{part}" for part in rows], list(rows.values()), hidden, bias, use)
+    make = builder.gated if spec.has_gates else builder.linear
+    return Mlp(make(*gate_up), builder.linear(*reader.fused([f"{name}.{names.down}"], [hidden], inner, bias)))
 
 
 def _experts(
@@ -458,8 +490,12 @@ def _experts(
     each = [f"{block}.experts.{expert}" for expert in held]
     router = reader.exact(f"{name}.{names.router}.weight", spec.num_experts, hidden)
     bias = spec.has_bias
-    gates = [reader.fused([f"{e}.{gate}", f"{e}.{up}"], [inner, inner], hidden, bias, "gated") for e in each]
-    gate_up = builder.experts(*zip(*gates, strict=True), gated=True)
+    use: Use = "gated" if decoder.has_gates else "linear"
+    modules = (gate, up) if decoder.has_gates else (up,)
+    gates = [
+        reader.fused([f"{e}.{module}" for module in modules], [inner] * len(modules), hidden, bias, use) for e in each
+    ]
+    gate_up = builder.experts(*zip(*gates, strict=True), gated=decoder.has_gates)
     del gates
     downs = [reader.fused([f"{e}.{down}"], [hidden], inner, bias) for e in each]
     shared = next((part for part in _SHARED if reader.has(f"{block}.{part}.down_proj.weight")), _SHARED[0])

@@ -71,12 +71,12 @@ class ExpertSpec:
         """Experts of a layer that this process holds."""
         return self.num_experts if self.held is None else len(self.held[0])
 
-    def num_parameters(self, hidden_size: int, experts: int) -> int:
+    def num_parameters(self, hidden_size: int, experts: int, *, has_gates: bool = True) -> int:
         """Weights of a mixture with so many of its experts, the router and the shared MLP included."""
         inner = experts * self.intermediate_size + self.shared_size
         router = self.num_experts * (hidden_size + self.has_correction) + hidden_size * self.has_shared_gate
         biases = self.num_experts + experts * (2 * self.intermediate_size + hidden_size)
-        return 3 * hidden_size * inner + router + biases * self.has_bias
+        return (2 + has_gates) * hidden_size * inner + router + biases * self.has_bias
 
     def route(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token.
@@ -212,10 +212,10 @@ class GroupedLinear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mlp:
-    """A gated MLP's weights.
+    """An MLP's weights.
 
     Attributes:
-        gate_up: hidden -> 2 * intermediate.  down: intermediate -> hidden.
+        gate_up: hidden -> 2 * intermediate, or intermediate without a gate.  down: intermediate -> hidden.
     """
 
     gate_up: Linear

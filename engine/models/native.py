@@ -186,7 +186,7 @@ class NativeDecoder:
         spec, cache = self._decoder, attention.storage.shape
         shape = DecoderShape(
             self._kind, spec.num_layers, spec.hidden_size, spec.intermediate_size, spec.num_heads,
-            Gate[spec.activation.upper()], int(spec.layer_norm), int(spec.parallel),
+            Gate[spec.activation.upper()], spec.layer_norm + spec.norm_bias, int(spec.parallel),
             int(spec.qk_norm == "projection"), int(spec.late_qk_norm),
             spec.norm_eps, spec.attention_scale, self._embedding_scale(), spec.residual_scale, cache,
             None if self._table is None else ctypes.addressof(self._table.struct),
@@ -281,9 +281,10 @@ class NativeBuilder:
 
     def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> CausalModel:
         """A tied head in a small form is the embedding's only copy, but for a `FusedDecoder`. Where some of the layers
-        don't attend, or attend to latent vectors, the kernels compute products, MLPs, attention and recurrences call by
-        call, and torch's operators the rest."""
-        if spec.state_layers is not None or spec.latent is not None:
+        have states or one part only, or attend to latent vectors, the kernels compute products, MLPs, attention and
+        recurrences call by call, and torch's operators the rest."""
+        whole = not spec.without_mixer and not spec.without_mlp
+        if spec.state_layers is not None or spec.latent is not None or not whole:
             layers = with_native_mlps(self.library, spec, parts.pop("layers"))
             return FusedDecoder(spec, dtype, layers=with_native_recurrences(self.library, layers), **parts)
         if isinstance(embedding := parts.pop("embedding"), QWeight):
@@ -326,7 +327,7 @@ def _mlp(layer: Layer) -> Mlp:
     return layer.mlp
 
 
-def _products(layer: Layer) -> tuple[Linear, ...]:
+def _products(layer: Layer) -> tuple[Linear | None, ...]:
     """A layer's, but for those of experts."""
     mlp = () if isinstance(layer.mlp, Experts) else (_mlp(layer).gate_up, _mlp(layer).down)
     return _heads(layer).qkv, layer.output, *mlp
@@ -341,6 +342,6 @@ def _heads(layer: Layer) -> HeadAttention:
     return layer.attention
 
 
-def _native(linear: Linear) -> NativeLinear:
+def _native(linear: Linear | None) -> NativeLinear:
     assert isinstance(linear, NativeLinear)
     return linear

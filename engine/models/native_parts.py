@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from engine.models.decoder import Activation, DecoderSpec, Layer, gated
+from engine.models.decoder import Activation, DecoderSpec, Layer, gated, inner_values
 from engine.models.experts import Experts, Mlp
 from engine.models.native_experts import NativeExperts
 from engine.native.library import NativeLibrary
@@ -15,17 +15,20 @@ from engine.native.workspace import KernelWorkspace
 
 
 class NativeMlp:
-    """A gated MLP of `NativeLinear`s, whose gate and up are interleaved by vectors (`NativeBuilder.gated`)."""
+    """An MLP of `NativeLinear`s. Gate and up are interleaved by vectors (`NativeBuilder.gated`)."""
 
-    __slots__ = ("_activation", "_lanes", "_mlp")
+    __slots__ = ("_activation", "_has_gates", "_lanes", "_mlp")
 
-    def __init__(self, library: NativeLibrary, mlp: Mlp, activation: Activation) -> None:
+    def __init__(self, library: NativeLibrary, mlp: Mlp, spec: DecoderSpec) -> None:
         self._mlp = mlp
         self._lanes = library.panel // 2
-        self._activation = activation
+        self._activation: Activation = spec.activation
+        self._has_gates = spec.has_gates
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
+        if not self._has_gates:
+            return self._mlp.down(inner_values(self._activation, self._mlp.gate_up(x)))
         gate, up = self._mlp.gate_up(x).view(len(x), -1, 2, self._lanes).unbind(2)
         return self._mlp.down(gated(self._activation, gate, up).flatten(1)[:, : self._mlp.down.in_features])
 
@@ -70,7 +73,9 @@ def with_native_mlps(library: NativeLibrary, spec: DecoderSpec, layers: tuple[La
 
     def native(layer: Layer) -> Layer:
         if isinstance(layer.mlp, Mlp):
-            return replace(layer, mlp=NativeMlp(library, layer.mlp, spec.activation))
+            return replace(layer, mlp=NativeMlp(library, layer.mlp, spec))
+        if layer.mlp is None:
+            return layer
         assert isinstance(layer.mlp, Experts)
         assert spec.experts is not None
         experts = NativeExperts(library, spec.experts, layer.mlp)

@@ -97,6 +97,8 @@ def factors(spec: DecoderSpec, noted: Sequence[_Noting], prefix: str, strength: 
                 continue
             factor = _factor(linears, strength)
             found[f"{name}{norm}.weight"] = 1 / factor
+            if spec.norm_bias:
+                found[f"{name}{norm}.bias"] = 1 / factor
             found |= {f"{name}{module}.weight": factor for module in modules}
     return found
 
@@ -105,7 +107,7 @@ def smoothed(name: str, tensor: Tensor, by: Mapping[str, Tensor], norm_offset: b
     """A float32 tensor with its factor; `norm_offset`: norms are stored less one."""
     if (factor := by.get(name)) is None:
         return tensor
-    if tensor.dim() == 1 and norm_offset:
+    if tensor.dim() == 1 and norm_offset and name.endswith(".weight"):
         return (tensor + 1) * factor - 1
     return tensor * factor
 

@@ -108,7 +108,7 @@ def plan_cache(
         group = CacheGroup(layers, window, 0)
         size = block_bytes(spec, group, cache.block_size, kv_dtype, native=native)
         if draft is not None and window is None:
-            size += draft.num_layers * layer_token_bytes(draft, kv_dtype, native=native) * cache.block_size
+            size += len(draft.attending_layers) * layer_token_bytes(draft, kv_dtype, native=native) * cache.block_size
 
         def blocks(tokens: int, window: int | None = window) -> int:
             # A window's blocks: the window of its first query, the chunk, and one for the unaligned edges.

@@ -36,7 +36,7 @@ NEWER = ("smollm3", "phi3-partial", "glm4", "granite", "olmo2", "olmo3", "cohere
 FALLBACKS = ("gpt2", "phi")
 LATENT = ("deepseek-v2", "deepseek-v3", "deepseek-v3-halves", "glm4-moe-lite", "minicpm3")
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe-mixed", "glm4-moe-grouped", "gpt-oss")
-STATES = ("qwen3-next", "qwen3.5-moe", "lfm2-moe", "granite4-mamba")
+STATES = ("qwen3-next", "qwen3.5-moe", "lfm2-moe", "granite4-mamba", "nemotron-h")
 NUM_PROMPTS = {1: 8, 7: 20, 64: 70}
 
 TinyModel = Callable[[str], Path]
@@ -166,7 +166,7 @@ def test_every_family_is_as_exact(
         "glm4-moe-grouped",
         "qwen3.5",
         "deepseek-v3",
-        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("qwen3-moe-mixed", "granite4-mamba", *NEWER)),
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("qwen3-moe-mixed", "nemotron-h", *NEWER)),
     ],
 )
 @pytest.mark.parametrize("prefix_caching", [True, False])

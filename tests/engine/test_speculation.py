@@ -147,6 +147,7 @@ SMALL: dict[str, Any] = {
         ("qwen3.5", "native"),
         ("deepseek-v2", "native"),
         pytest.param("granite4-mamba", "native", marks=pytest.mark.exhaustive),
+        pytest.param("nemotron-h", "native", marks=pytest.mark.exhaustive),
         pytest.param("deepseek-v3", "paged-sdpa", marks=pytest.mark.exhaustive),
         pytest.param("glm4-moe-grouped", "paged-sdpa", marks=pytest.mark.exhaustive),
         pytest.param("llama", "native", marks=pytest.mark.exhaustive),

@@ -328,7 +328,7 @@ def _lower_bound(
         least = bound(
             ModelShape(
                 spec.num_parameters,
-                spec.num_layers - len(spec.state_layers),
+                len(spec.attending_layers),
                 spec.num_kv_heads,
                 spec.head_dim,
                 bytes_per_parameter=bytes_per_parameter,

@@ -225,6 +225,48 @@ def hunyuan(config: Any, **differences: Any) -> DecoderSpec:
     )
 
 
+def arcee(config: Any) -> DecoderSpec:
+    """Arcee Foundation Models (2025): Llama whose MLPs have no gate."""
+    bias = bool(config.attention_bias)
+    return decoder_spec(config, has_gates=False, qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.mlp_bias))
+
+
+def nemotron(config: Any) -> DecoderSpec:
+    """Nemotron 3 and 4 (Parmar et al. 2024) and Minitron: LayerNorm, MLPs without a gate, heads rotated in part."""
+    bias = bool(config.attention_bias)
+    return decoder_spec(
+        config,
+        has_gates=False,
+        partial_rotary=True,
+        norm_eps=config.norm_eps,
+        layer_norm=True,
+        norm_bias=True,
+        norm_offset=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bool(config.mlp_bias),
+    )
+
+
+def starcoder2(config: Any) -> DecoderSpec:
+    """StarCoder2 (Lozhkov et al. 2024): LayerNorm, MLPs without a gate, and one sliding window for all layers."""
+    bias = bool(config.use_bias)
+    return decoder_spec(
+        config,
+        has_gates=False,
+        windows=(config.sliding_window,) * config.num_hidden_layers,
+        norm_eps=config.norm_epsilon,
+        layer_norm=True,
+        norm_bias=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+        stored_as={
+            "mlp.c_fc": {"mlp.up_proj": config.intermediate_size}, "mlp.c_proj": {"mlp.down_proj": config.hidden_size},
+        },
+    )  # fmt: skip
+
+
 def qwen2(config: Any) -> DecoderSpec:
     """Qwen 2 and 2.5: biases on q, k and v; the later layers may slide."""
     return decoder_spec(config, qkv_bias=True, windows=layer_windows(config))

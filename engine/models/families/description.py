@@ -60,12 +60,21 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+_PLAIN_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "plain_silu",
+    "swish": "plain_silu",
+    "gelu_pytorch_tanh": "plain_gelu_tanh",
+    "gelu_new": "plain_gelu_tanh",
+    "relu2": "plain_relu2",
+}
+"""Of MLPs without a gate."""
 
 
 def decoder_spec(
     config: Any,
     *,
     activation: str | None = None,
+    has_gates: bool = True,
     reads: Sequence[str] = (),
     layer_kinds: Sequence[str] = ("full_attention", "sliding_attention"),
     partial_rotary: bool = False,
@@ -76,14 +85,16 @@ def decoder_spec(
     """Return a Llama-like decoder with `differences`; refuses settings that no family function has read.
 
     Args:
+        activation: None: `hidden_act`.  has_gates: MLPs have a gate.
         reads: keys of `_OFF` that this family's function reads.  layer_kinds: the `layer_types` that it reads.
         partial_rotary: its heads may be rotated in part.
         rotated: which layers have positions; None: all.  unrotated_growth: of the others.
     """
     _refuse_unread(config, differences, reads, layer_kinds)
     activation = activation or config.hidden_act
-    if activation not in _ACTIVATIONS:
-        raise UnsupportedModel(f"activation {activation!r} is not supported; known are {', '.join(_ACTIVATIONS)}")
+    activations = _ACTIVATIONS if has_gates else _PLAIN_ACTIVATIONS
+    if activation not in activations:
+        raise UnsupportedModel(f"activation {activation!r} is not supported; known are {', '.join(activations)}")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
     if heads % kv_heads:
         raise UnsupportedModel(f"{heads} attention heads can't share {kv_heads} key-value heads evenly")
@@ -128,7 +139,7 @@ def decoder_spec(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=config.vocab_size,
-        activation=_ACTIVATIONS[activation],
+        activation=activations[activation],
         ropes=ropes,
         max_position=max(context_length(config, rope) for rope in ropes),
         eos_token_ids=end_tokens(getattr(config, "eos_token_id", None)),

@@ -10,7 +10,7 @@ from engine.errors import UnsupportedModel
 from engine.models.decoder import DecoderSpec
 from engine.models.families.dense import granite
 from engine.models.families.description import decoder_spec, head_dim_of
-from engine.models.families.mixtures import granitemoeshared, shared_mlp
+from engine.models.families.mixtures import deepseek_experts, granitemoeshared, shared_mlp
 from engine.models.families.state_layers import kernel_size, layers_with_states, state_sizes
 from engine.models.rope import no_rope, rope_spec
 from engine.models.state_layers.mamba import MambaSpec
@@ -59,6 +59,53 @@ def bamba(config: Any) -> DecoderSpec:
     )
 
 
+def nemotron_h(config: Any) -> DecoderSpec:
+    """Nemotron-H (2025), Nemotron Nano 2 and 3: each layer is one part, Mamba-2, attention without positions, an MLP or
+    a mixture, none of which has gates. Layers that predict further tokens are not read.
+
+    Step sizes are bounded by `time_step_limit`, as in training. transformers 5.24 also raises those of prompts (not of
+    answers) to `time_step_min`, which is meant for their initial values.
+    """
+    for name, neutral in (("attention_bias", False), ("sliding_window", None), ("moe_latent_size", None)):
+        if (value := getattr(config, name)) != neutral:
+            raise UnsupportedModel(f"{name}={value!r} is not supported for {config.model_type} models")
+    kinds = config.layers_block_type
+    sparse = tuple(kind == "moe" for kind in kinds)
+    shared = config.moe_shared_expert_intermediate_size
+    mlps = frozenset(index for index, kind in enumerate(kinds) if kind in ("mlp", "moe"))
+    return decoder_spec(
+        config,
+        activation=config.mlp_hidden_act,
+        has_gates=False,
+        layer_kinds=(*_KINDS, "mlp", "moe"),
+        ropes=(no_rope(head_dim_of(config)),),
+        state_layers=_nemotron_mamba(config),
+        experts=deepseek_experts(config, sparse, shared_size=shared) if any(sparse) else None,
+        without_mixer=mlps,
+        without_mlp=frozenset(range(len(kinds))) - mlps,
+        norm_eps=config.layer_norm_epsilon,
+        norms=("norm", None, "norm", None),
+        mlp_bias=bool(config.mlp_bias),
+        weight_prefixes=("backbone.", "model."),
+        ignored_weights=("mtp.",),
+    )
+
+
+def _nemotron_mamba(config: Any) -> MambaSpec:
+    names = "n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim"
+    groups, heads, key_dim, value_dim = state_sizes(config, *names)
+    if config.mamba_hidden_act not in ("silu", "swish"):
+        raise UnsupportedModel(f"mamba_hidden_act is {config.mamba_hidden_act!r}, but must be silu")
+    return _mamba_spec(
+        layers_with_states(config, "linear_attention"),
+        (groups, heads, key_dim, value_dim, kernel_size(config, "conv_kernel")),
+        config.time_step_limit,
+        module="mixer",
+        bias=bool(config.use_bias),
+        conv_bias=bool(config.use_conv_bias),
+    )
+
+
 def _mamba(config: Any) -> MambaSpec:
     groups, heads, key_dim, value_dim = state_sizes(config, *_SIZES)
     inner = int(config.mamba_expand * config.hidden_size)
@@ -66,7 +113,7 @@ def _mamba(config: Any) -> MambaSpec:
         raise UnsupportedModel(f"mamba_n_heads of mamba_d_head are {heads * value_dim}, but mamba_expand gives {inner}")
     if config.hidden_act not in ("silu", "swish"):  # of the convolution, too
         raise UnsupportedModel(f"hidden_act is {config.hidden_act!r}, but must be silu in {config.model_type} models")
-    return mamba_spec(
+    return _mamba_spec(
         layers_with_states(config, "linear_attention"),
         (groups, heads, key_dim, value_dim, kernel_size(config, "mamba_d_conv")),
         config.time_step_limit,
@@ -75,7 +122,7 @@ def _mamba(config: Any) -> MambaSpec:
     )
 
 
-def mamba_spec(
+def _mamba_spec(
     layers: tuple[bool, ...], sizes: tuple[int, int, int, int, int], time_steps: Any, **differences: Any
 ) -> MambaSpec:
     """`sizes`: as the first ones of `RecurrenceShape`.  time_steps: bounds of step sizes, as configs give them."""

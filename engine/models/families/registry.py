@@ -18,6 +18,7 @@ from engine.models.families import delta, dense, latent, mamba, mixtures, short_
 Family = Callable[[Any], DecoderSpec]
 
 _FAMILIES: Mapping[str, Family] = {
+    "arcee": dense.arcee,
     "bamba": mamba.bamba,
     "cohere": dense.cohere,
     "cohere2": dense.cohere2,
@@ -64,6 +65,8 @@ _FAMILIES: Mapping[str, Family] = {
     "mistral": dense.mistral,
     "mistral4": latent.mistral4,
     "mixtral": mixtures.mixtral,
+    "nemotron": dense.nemotron,
+    "nemotron_h": mamba.nemotron_h,
     "olmo2": dense.olmo2,
     "olmo3": dense.olmo3,
     "olmoe": mixtures.olmoe,
@@ -82,6 +85,7 @@ _FAMILIES: Mapping[str, Family] = {
     "seed_oss": dense.seed_oss,
     "smollm3": dense.smollm3,
     "solar_open": mixtures.solar_open,
+    "starcoder2": dense.starcoder2,
     "youtu": latent.youtu,
 }
 

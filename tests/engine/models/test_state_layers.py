@@ -35,6 +35,12 @@ MAMBA_SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "shared_intermediate_size": 32, "mamba_n_heads": 8,
     "mamba_d_head": 16, "mamba_n_groups": 2,
 }  # fmt: skip
+NEMOTRON_SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "mamba_num_heads": 8, "mamba_head_dim": 16,
+}  # fmt: skip
+FAMILIES_AND_SIZES = [
+    ("qwen3.5-moe", SIZES), ("granite4-mamba-moe", MAMBA_SIZES), ("nemotron-h-dense", NEMOTRON_SIZES),
+]  # fmt: skip
 IDS = (torch.arange(24) * 7919 + 3) % 257
 
 
@@ -139,10 +145,31 @@ MAMBA_REFUSED = {
 }
 
 
-@pytest.mark.parametrize("said", MAMBA_REFUSED)
-def test_mamba_layers_that_cannot_be_are_refused_by_name(said: str, tiny_models: Any) -> None:
-    config = tiny_models.make_config("granite4-mamba")
-    for name, value in MAMBA_REFUSED[said].items():
+NEMOTRON_REFUSED = {
+    "mamba_num_heads is 0": {"mamba_num_heads": 0},
+    "conv_kernel is 1,": {"conv_kernel": 1},
+    "moe_latent_size=16 is not supported": {"moe_latent_size": 16},
+    "attention_bias=True is not supported": {"attention_bias": True},
+    "sliding_window=8 is not supported": {"sliding_window": 8},
+    "mamba_hidden_act is 'gelu'": {"mamba_hidden_act": "gelu"},
+    "activation 'gelu' is not supported": {"mlp_hidden_act": "gelu"},
+    "layer_types has no layer of full_attention": {"layers_block_type": ["linear_attention", "mlp"]},
+    "layers of type 'sliding_attention'": {"layers_block_type": ["full_attention", "sliding_attention"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "changes"),
+    [
+        *(("granite4-mamba", *item) for item in MAMBA_REFUSED.items()),
+        *(("nemotron-h", *item) for item in NEMOTRON_REFUSED.items()),
+    ],
+)
+def test_mamba_layers_that_cannot_be_are_refused_by_name(
+    family: str, said: str, changes: Any, tiny_models: Any
+) -> None:
+    config = tiny_models.make_config(family)
+    for name, value in changes.items():
         setattr(config, name, value)
     family_function = fused_family(config)
     assert family_function is not None
@@ -198,7 +225,7 @@ def test_a_quantized_checkpoint_computes_the_rounded_weights(
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int8-weight-only", "int4"])
-@pytest.mark.parametrize(("family", "sizes"), [("qwen3.5-moe", SIZES), ("granite4-mamba-moe", MAMBA_SIZES)])
+@pytest.mark.parametrize(("family", "sizes"), FAMILIES_AND_SIZES)
 def test_weights_are_quantized_at_load(
     family: str, sizes: Any, quantize: Any, tiny_models: Any, tmp_path: Path
 ) -> None:

@@ -17,6 +17,9 @@ from tests.engine.oracle import make_prompts
 from tests.native_paths import native_path
 from tests.tiny_models import FUSED
 
+IN_PARTS = ("granite4-mamba-moe", "nemotron-h")
+"""Families whose layers are computed call by call."""
+
 PROMPTS = make_prompts(seed=9, count=5, vocab_size=257, shared=30, longest=60)
 
 
@@ -40,7 +43,7 @@ def wanted(tiny_model: Callable[[str], Path]) -> Callable[[str], list[np.ndarray
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", [*FUSED, *IN_PARTS])
 def test_log_probabilities_are_those_of_transformers(
     family: str,
     instruction_set: str,

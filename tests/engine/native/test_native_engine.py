@@ -121,8 +121,19 @@ def test_other_rows_of_the_batch_change_no_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "bf16", "int8"])
-@pytest.mark.parametrize("family", ["qwen3.5", "granite4-mamba", "lfm2-moe"])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [
+        *(("qwen3.5", "float32"), ("granite4-mamba", "bf16"), ("nemotron-h", "int8")),
+        *(
+            pytest.param(family, precision, marks=pytest.mark.exhaustive)
+            for family, precision in (
+                *(("qwen3.5", "int8"), ("granite4-mamba", "float32"), ("nemotron-h", "float32")),
+                *(("lfm2-moe", "float32"), ("lfm2-moe", "bf16")),
+            )
+        ),
+    ],
+)
 def test_other_rows_change_no_bit_where_layers_are_computed_call_by_call(
     family: str, precision: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {}),
     "cohere2": ("cohere2", {}),
     "exaone4": ("exaone4", {}),
+    "starcoder2, MLPs without a gate": ("starcoder2", {"sliding_window": None, "num_key_value_heads": 2}),
     "mixtral": ("mixtral", {"sliding_window": None}),
     "a shared expert": ("qwen2-moe", {"use_sliding_window": False}),
     "dense layers and mixtures": ("qwen3-moe-mixed", {}),

@@ -164,7 +164,7 @@ def test_transformers_reads_it_with_the_formats_library(target: Any, plain: Any,
     assert float((found - wanted).norm() / wanted.norm()) < {"int4": 0.08, "int8": 0.15, "fp8": 0.25}[target]
 
 
-@pytest.mark.parametrize("family", ["llama-bias", "gemma3", "qwen3", "phi3", "glm4", "cohere2"])
+@pytest.mark.parametrize("family", ["llama-bias", "gemma3", "qwen3", "phi3", "glm4", "cohere2", "nemotron"])
 def test_smoothing_changes_no_product(family: str, plain: Any, tmp_path: Path) -> None:
     # Given a model, and factors from a run over it
     folder = plain(family)
