@@ -23,10 +23,11 @@ class NativeExperts:
         struct: for the kernels; points into what lives as long as this object.
         linears: all its products: of the experts, the shared one, and the router.
         sizes: what it needs room for.
+        reorders: some product's columns are in an order of their own.
         rows: int64 [num_experts], that each expert has computed so far.
     """
 
-    __slots__ = ("_correction", "_down", "_gate_up", "_library", "linears", "rows", "sizes", "struct")
+    __slots__ = ("_correction", "_down", "_gate_up", "_library", "linears", "reorders", "rows", "sizes", "struct")
 
     def __init__(self, library: NativeLibrary, spec: ExpertSpec, mlp: Experts) -> None:
         self._library = library
@@ -37,6 +38,7 @@ class NativeExperts:
         weight = mlp.router if mlp.shared_gate is None else torch.cat((mlp.router, mlp.shared_gate))
         router = NativeLinear.dense(library, ElementKind.F32, weight, mlp.router_bias)
         self.linears = (*gate_up, *down, router)
+        self.reorders = any(linear.reorders for linear in self.linears)
         self.rows = torch.zeros(spec.num_experts, dtype=torch.int64)
         self.sizes = ExpertSizes(spec.num_experts, spec.top_k, spec.intermediate_size, spec.shared_size)
         self._gate_up, self._down = _structs(gate_up), _structs(down)
@@ -50,10 +52,9 @@ class NativeExperts:
         )  # fmt: skip
 
     def workspace(
-        self, library: NativeLibrary, hidden: int, activations: ElementKind, max_rows: int
+        self, library: NativeLibrary, hidden: int, activations: ElementKind, max_rows: int, *, reorders: bool
     ) -> KernelWorkspace:
-        """Buffers of `product`, also of other mixtures with the same sizes."""
-        reorders = any(linear.reorders for linear in self.linears)
+        """Buffers of `product`, also of other mixtures with the same sizes. `reorders`: of any of them."""
         return KernelWorkspace.for_experts(library, self.sizes, hidden, activations, max_rows, reorders=reorders)
 
     def product(self, x: Tensor, activation: Activation = "silu", space: KernelWorkspace | None = None) -> Tensor:
@@ -63,7 +64,7 @@ class NativeExperts:
         y = torch.empty(rows, hidden, dtype=torch.float32)
         if rows:
             kind = KIND_OF[x.dtype]
-            space = space or self.workspace(self._library, hidden, kind, rows)
+            space = space or self.workspace(self._library, hidden, kind, rows, reorders=self.reorders)
             self._library.experts(kind, self.struct, x.contiguous(), y, space.struct, Gate[activation.upper()])
         return y
 

@@ -36,15 +36,20 @@ class NativeMlp:
 class ExpertRoom:
     """The buffers of all mixtures of a decoder, which are computed one after the other."""
 
-    __slots__ = ("_space",)
+    __slots__ = ("_reorders", "_space")
 
     def __init__(self) -> None:
         self._space: KernelWorkspace | None = None
+        self._reorders = False
 
     def of(self, library: NativeLibrary, experts: NativeExperts, x: Tensor) -> KernelWorkspace:
-        """With room for the rows of x [rows, hidden]."""
-        if self._space is None or self._space.max_tokens < len(x):
-            self._space = experts.workspace(library, x.shape[1], KIND_OF[x.dtype], max(len(x), 16))
+        """With room for the rows of x [rows, hidden], and for their gathered columns if some mixture has an order."""
+        grows = experts.reorders and not self._reorders
+        self._reorders |= experts.reorders
+        if self._space is None or self._space.max_tokens < len(x) or grows:
+            self._space = experts.workspace(
+                library, x.shape[1], KIND_OF[x.dtype], max(len(x), 16), reorders=self._reorders
+            )
         return self._space
 
 

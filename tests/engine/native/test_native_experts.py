@@ -15,6 +15,7 @@ from engine.models.decoder import clamped_swiglu
 from engine.models.experts import Experts, ExpertSpec, LinearPerExpert, Mlp
 from engine.models.native import NativeBuilder
 from engine.models.native_experts import NativeExperts
+from engine.models.native_parts import ExpertRoom, NativeMixture
 from engine.native.library import NativeLibrary
 from engine.native.linear import NativeLinear
 from engine.native.packing import pack_quantized
@@ -170,6 +171,22 @@ def test_experts_whose_columns_have_an_order_gather_their_rows(name: str, librar
     mixed = mixture(library, ROUTINGS["shared"], name, ordered=True)
     x = inputs(20, name)
     assert relative_error(mixed.native.product(x), mixed.reference(x)) < KINDS[name][2]
+
+
+def test_mixtures_share_a_room_if_the_columns_of_some_have_an_order() -> None:
+    # Given a layer in order, one that gathers rows which are longer than all others, and one in order again
+    library, spec, room = (
+        native_path("avx2"),
+        replace(PLAIN, num_experts=1, top_k=1, intermediate_size=170),
+        ExpertRoom(),
+    )
+    layers = [mixture(library, spec, "int4-bf16", ordered=ordered) for ordered in (False, True, False)]
+    x = inputs(20, "int4-bf16")
+    # When a decoder computes them one after the other, then each has the room that it needs
+    for mixed in layers:
+        y = NativeMixture(library, mixed.native, "silu", room)(x)
+        assert relative_error(y, mixed.reference(x)) < KINDS["int4-bf16"][2]
+    assert room.of(library, layers[0].native, x) is room.of(library, layers[1].native, x)
 
 
 @pytest.mark.parametrize("name", KINDS)
