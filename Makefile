@@ -68,7 +68,7 @@ test-memory: export CXX := g++ -fsanitize=address -g -fno-omit-frame-pointer
 test-memory: export TOKENMILL_NATIVE_CACHE := $(ASAN)
 test-memory: $(VENV)/.dev.stamp  ## run the tests of the native kernels under AddressSanitizer (needs g++ and its libasan)
 	@mkdir -p $(ASAN) && rm -f $(ASAN)/report.*
-	$(PY) -c "from engine.native.build import build; build()"
+	$(PY) -c "from engine.native.build import build, processor_sets; print(*map(build, processor_sets()))"
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:log_path=$(ASAN)/report $(PY) -m pytest $(PARALLEL) \
 		-m "not slow and not exhaustive" --ignore tests/engine/native/test_native_build.py \

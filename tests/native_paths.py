@@ -19,6 +19,6 @@ PATHS = tuple(INSTRUCTION_SETS)
 def native_path(name: str, threads: int = 2) -> NativeLibrary:
     """The kernels of one path; skips the test where the processor lacks it."""
     try:
-        return NativeLibrary(build(), name, threads)
+        return NativeLibrary(build(name), name, threads)
     except NativeUnavailable as error:
         pytest.skip(str(error))

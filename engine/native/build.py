@@ -1,4 +1,5 @@
-"""Builds the kernels once, with the available C++ compiler, into a cache keyed by all inputs of the build.
+"""Builds the kernels of an instruction set once, with the available C++ compiler, into a cache keyed by all inputs of
+the build.
 
 The library needs no headers of torch's: it binds by ctypes, and shares torch's OpenMP threads.
 """
@@ -22,18 +23,19 @@ import torch
 
 SOURCES = Path(__file__).parent / "csrc"
 
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
+_DOTS = (*_AVX512, "avx512_bf16", "avx512_vnni")
+
 INSTRUCTION_SETS = {
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
-    "avx512_bf16": (
-        "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mavx512bf16", "-mavx512vnni",
-    ),
-    "amx": (
-        "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mavx512bf16", "-mavx512vnni", "-mamx-tile",
-        "-mamx-bf16", "-mamx-int8",
-    ),
-}  # fmt: skip
-"""Name -> compiler flags, from the least to the most; each gets its own copy of the kernels."""
+    "avx2": ("avx2", "fma", "f16c"),
+    "avx512": _AVX512,
+    "avx512_bf16": _DOTS,
+    "amx": (*_DOTS, "amx_tile", "amx_bf16", "amx_int8"),
+}
+"""Name -> the processor's features that its kernels use, as /proc/cpuinfo names them, from the least to the most."""
+
+_OPTIONS = {"avx512_bf16": "avx512bf16", "avx512_vnni": "avx512vnni"}
+"""Features that compilers name otherwise."""
 
 _COMMON = ("-O3", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-w")
 _DRIVER = ("-O2", "-std=c++17", "-fPIC", "-fopenmp")
@@ -66,24 +68,27 @@ def find_compiler() -> list[str]:
     raise NativeUnavailable("no C++ compiler is installed; install g++, or name one in CXX")
 
 
-def build(cache: Path | None = None) -> Path:
-    """Return the library's path, built now if it is not cached. Without a compiler, any compiler's cached build is
-    used.
+def build(instruction_set: str, cache: Path | None = None) -> Path:
+    """Return the path of an instruction set's library, built now if it is not cached. Without a compiler, any
+    compiler's cached build is used.
 
     Raises:
-        NativeUnavailable: this is no x86-64 Linux, there is no compiler, or it fails.
+        NativeUnavailable: this is no x86-64 Linux, the processor lacks the instruction set, there is no compiler, or it
+            fails.
     """
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         raise NativeUnavailable(f"the native kernels are for x86-64 Linux, not {sys.platform} on {os.uname().machine}")
+    if instruction_set not in processor_sets():
+        raise NativeUnavailable(f"this processor has no {instruction_set}")
     cache = cache or default_cache()
-    sources = _sources_key()
+    name = f"kernels-{instruction_set}-{_sources_key()}"
     try:
         compiler = find_compiler()
     except NativeUnavailable:
-        if found := list(cache.glob(f"kernels-{sources}-*.so")):
+        if found := list(cache.glob(f"{name}-*.so")):
             return max(found, key=lambda path: path.stat().st_mtime)
         raise
-    library = cache / f"kernels-{sources}-{_key([_run([*compiler, '--version']), *compiler])}.so"
+    library = cache / f"{name}-{_key([_run([*compiler, '--version']), *compiler])}.so"
     if library.exists():
         return library
     try:
@@ -92,13 +97,20 @@ def build(cache: Path | None = None) -> Path:
             if library.exists():
                 return library
             with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as folder:
-                built = _compile(compiler, Path(folder))
+                built = _compile(compiler, instruction_set, Path(folder))
                 built.replace(library)  # atomic, because a process without the lock may build it at the same time
     except OSError as error:
         raise NativeUnavailable(
             f"can't build in {cache}: {error.strerror or error}; set TOKENMILL_NATIVE_CACHE to a folder with room"
         ) from error
     return library
+
+
+def processor_sets() -> list[str]:
+    """Return the names of the instruction sets that this processor has, from the least to the most."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    features = {feature for line in lines if line.startswith("flags") for feature in line.partition(":")[2].split()}
+    return [name for name, needed in INSTRUCTION_SETS.items() if features.issuperset(needed)]
 
 
 @contextmanager
@@ -121,7 +133,7 @@ def _sources() -> list[Path]:
 def _sources_key() -> str:
     """Return the hash of the build's inputs: sources, flags and torch."""
     sources = (part for source in _sources() for part in (source.name, source.read_text(encoding="utf-8")))
-    return _key([*sources, repr(INSTRUCTION_SETS), repr(_COMMON + _DRIVER), torch.__version__])
+    return _key([*sources, repr(INSTRUCTION_SETS), repr(_OPTIONS), repr(_COMMON + _DRIVER), torch.__version__])
 
 
 def _key(parts: Iterable[str]) -> str:
@@ -131,14 +143,17 @@ def _key(parts: Iterable[str]) -> str:
     return digest.hexdigest()[:12]
 
 
-def _compile(compiler: list[str], folder: Path) -> Path:
-    jobs = [
-        [*compiler, *_COMMON, *flags, f"-DKERNELS=kernels_{name}", "-c", str(SOURCES / "kernels.cpp")]
-        for name, flags in INSTRUCTION_SETS.items()
+def _compile(compiler: list[str], instruction_set: str, folder: Path) -> Path:
+    features = [
+        f"-m{_OPTIONS.get(feature, feature.replace('_', '-'))}" for feature in INSTRUCTION_SETS[instruction_set]
     ]
-    jobs.append([*compiler, *_DRIVER, "-c", str(SOURCES / "driver.cpp")])
+    index = list(INSTRUCTION_SETS).index(instruction_set)
+    jobs = [
+        [*compiler, *_COMMON, *features, "-c", str(SOURCES / "kernels.cpp")],
+        [*compiler, *_DRIVER, f"-DINSTRUCTION_SET={index}", "-c", str(SOURCES / "driver.cpp")],
+    ]
     objects = [folder / f"{index}.o" for index in range(len(jobs))]
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(max_workers=len(jobs)) as pool:
         list(pool.map(lambda job, to: _run([*job, "-o", str(to)]), jobs, objects))
     library = folder / "kernels.so"
     # torch's own folder first: its OpenMP must be ours too, or there would be two pools of threads.

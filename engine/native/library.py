@@ -11,30 +11,29 @@ import torch
 from torch import Tensor
 
 from engine.native import structs
-from engine.native.build import INSTRUCTION_SETS, NativeUnavailable, build
+from engine.native.build import INSTRUCTION_SETS, NativeUnavailable, build, processor_sets
 from engine.native.structs import ElementKind
 
 CHOICES = ("auto", *INSTRUCTION_SETS)
 """Values of `EngineConfig.instruction_set`."""
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "tm_supported": (c_int, [c_int]),
-    "tm_panel": (c_int, [c_int]),
+    "tm_supported": (c_int, []),
+    "tm_panel": (c_int, []),
     "tm_abi": (c_int64, []),
-    "tm_pack": (None, [c_int, c_int, c_int, c_int, *[c_void_p] * 4, c_int64]),
-    "tm_pack_codes": (None, [c_int, c_int, c_int, c_int, c_void_p, c_int64, *[c_void_p] * 3]),
+    "tm_pack": (None, [c_int, c_int, c_int, *[c_void_p] * 4, c_int64]),
+    "tm_pack_codes": (None, [c_int, c_int, c_int, c_void_p, c_int64, *[c_void_p] * 3]),
     "tm_plan": (c_void_p, [c_void_p, c_int, c_int, c_int, c_int, c_void_p]),
     "tm_plan_groups": (c_void_p, [c_void_p]),
     "tm_plan_shared_rows": (c_int, [c_void_p, c_int]),
     "tm_plan_free": (None, [c_void_p]),
-    "tm_forward": (None, [c_int, c_int, *[c_void_p] * 6]),
-    "tm_linear": (None, [c_int, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
-    "tm_experts": (None, [*[c_int] * 5, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
-    "tm_argmax": (None, [c_int, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
-    "tm_attend": (None, [c_int, c_int, c_void_p, c_int, c_int, c_float, c_void_p, c_void_p, c_int,
-                         *[c_void_p] * 5]),
-    "tm_scan": (None, [c_int, c_int, c_int, c_void_p, c_void_p]),
-    "tm_gated_norm": (None, [c_int, c_int, c_int, *[c_void_p] * 3, c_int64, c_int64, c_void_p]),
+    "tm_forward": (None, [c_int, *[c_void_p] * 6]),
+    "tm_linear": (None, [c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
+    "tm_experts": (None, [*[c_int] * 4, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
+    "tm_argmax": (None, [c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
+    "tm_attend": (None, [c_int, c_void_p, c_int, c_int, c_float, c_void_p, c_void_p, c_int, *[c_void_p] * 5]),
+    "tm_scan": (None, [c_int, c_int, c_void_p, c_void_p]),
+    "tm_gated_norm": (None, [c_int, c_int, *[c_void_p] * 3, c_int64, c_int64, c_void_p]),
 }  # fmt: skip
 
 
@@ -64,10 +63,9 @@ class NativeLibrary:
             raise NativeUnavailable(f"{path}: was built from other sources; remove it") from error
         if self._library.tm_abi() != structs.ABI:
             raise NativeUnavailable(f"{path}: was built from other sources; remove it")
-        self._isa = list(INSTRUCTION_SETS).index(name)
-        if not self._library.tm_supported(self._isa):
+        if not self._library.tm_supported():
             raise NativeUnavailable(f"this processor has no {name}")
-        self.panel: int = self._library.tm_panel(self._isa)
+        self.panel: int = self._library.tm_panel()
 
     def pack(
         self, kind: ElementKind, rows: Tensor, packed: Tensor, scale: Tensor | None, offset: Tensor | None
@@ -76,17 +74,14 @@ class NativeLibrary:
         padded n], a view of as many columns as there are rows at least."""
         n, k = rows.shape
         stride = 0 if offset is None else offset.stride(0)
-        self._library.tm_pack(
-            self._isa, kind, n, k, rows.data_ptr(), packed.data_ptr(), _at(scale), _at(offset), stride
-        )
+        self._library.tm_pack(kind, n, k, rows.data_ptr(), packed.data_ptr(), _at(scale), _at(offset), stride)
 
     def pack_codes(
         self, kind: ElementKind, k: int, codes: Tensor, rows: Tensor, packed: Tensor, offset: Tensor | None
     ) -> None:
         """Pack codes [n, bytes] (k of them a row) into zeroed panels: column c is row rows[c] (int32, -1: zeros)."""
         self._library.tm_pack_codes(
-            self._isa, kind, rows.numel(), k, codes.data_ptr(), codes.stride(0), rows.data_ptr(), packed.data_ptr(),
-            _at(offset),
+            kind, rows.numel(), k, codes.data_ptr(), codes.stride(0), rows.data_ptr(), packed.data_ptr(), _at(offset),
         )  # fmt: skip
 
     def plan(
@@ -101,14 +96,14 @@ class NativeLibrary:
     def forward(self, shape: Any, layers: Any, embedding: Tensor | None, norm: Tensor, step: Any, space: Any) -> None:
         """Run a decoder's step; see csrc/decoder.h. `embedding` None: it is the shape's table."""
         self._library.tm_forward(
-            self._isa, self.threads, ctypes.byref(shape), ctypes.byref(layers), _at(embedding),
+            self.threads, ctypes.byref(shape), ctypes.byref(layers), _at(embedding),
             norm.data_ptr(), ctypes.byref(step), ctypes.byref(space),
         )  # fmt: skip
 
     def linear(self, activations: ElementKind, weight: Any, x: Tensor, y: Tensor, space: Any) -> None:
         """y float32 [rows, n] = x [rows, k] W^T + b."""
         self._library.tm_linear(
-            self._isa, self.threads, activations, ctypes.byref(weight), x.data_ptr(), x.shape[0],
+            self.threads, activations, ctypes.byref(weight), x.data_ptr(), x.shape[0],
             y.data_ptr(), ctypes.byref(space),
         )  # fmt: skip
 
@@ -117,7 +112,7 @@ class NativeLibrary:
     ) -> None:
         """y float32 [rows, hidden]: the weighted sum of each row's experts; see csrc/experts.h."""
         self._library.tm_experts(
-            self._isa, self.threads, activations, x.shape[1], gate, ctypes.byref(experts),
+            self.threads, activations, x.shape[1], gate, ctypes.byref(experts),
             x.data_ptr(), x.shape[0], y.data_ptr(), ctypes.byref(space),
         )  # fmt: skip
 
@@ -126,7 +121,7 @@ class NativeLibrary:
     ) -> None:
         """Column of the largest product of each row (int64 [rows]), and whether its products are sound (bool)."""
         self._library.tm_argmax(
-            self._isa, self.threads, activations, ctypes.byref(weight), x.data_ptr(), x.shape[0],
+            self.threads, activations, ctypes.byref(weight), x.data_ptr(), x.shape[0],
             best.data_ptr(), finite.data_ptr(), ctypes.byref(space),
         )  # fmt: skip
 
@@ -137,19 +132,19 @@ class NativeLibrary:
         """Store k and v, then attend; all contiguous. `group`: address of the step's AttentionGroup."""
         q, k, v = qkv
         self._library.tm_attend(
-            self._isa, self.threads, ctypes.byref(cache), activations, heads, scale, ctypes.byref(layer),
+            self.threads, ctypes.byref(cache), activations, heads, scale, ctypes.byref(layer),
             group, q.shape[0], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), ctypes.byref(space),
         )  # fmt: skip
 
     def scan(self, activations: ElementKind, recurrence: Any, scan: Any) -> None:
         """Compute a layer with states; see csrc/recurrence.h."""
-        self._library.tm_scan(self._isa, self.threads, activations, ctypes.byref(recurrence), ctypes.byref(scan))
+        self._library.tm_scan(self.threads, activations, ctypes.byref(recurrence), ctypes.byref(scan))
 
     def gated_norm(self, norm: Any, x: Tensor, z: Tensor, y: Tensor) -> None:
         """y [rows, features] of x float32 [rows, features], which is overwritten, and gates z, whose rows may lie
         apart; see csrc/recurrence.h."""
         self._library.tm_gated_norm(
-            self._isa, self.threads, structs.KIND_OF[z.dtype], ctypes.byref(norm), x.data_ptr(), z.data_ptr(),
+            self.threads, structs.KIND_OF[z.dtype], ctypes.byref(norm), x.data_ptr(), z.data_ptr(),
             z.stride(0), len(x), y.data_ptr(),
         )  # fmt: skip
 
@@ -191,16 +186,16 @@ def load_library(instruction_set: str = "auto", threads: int | None = None) -> N
     """
     if instruction_set not in CHOICES:
         raise NativeUnavailable(f"no instruction set {instruction_set!r}; choose one of {', '.join(CHOICES)}")
-    path = build()
     threads = threads or torch.get_num_threads()
     if instruction_set != "auto":
-        return NativeLibrary(path, instruction_set, threads)
-    for name in reversed(INSTRUCTION_SETS):
+        return NativeLibrary(build(instruction_set), instruction_set, threads)
+    reasons = []
+    for name in reversed(processor_sets() or ["avx2"]):
         try:
-            return NativeLibrary(path, name, threads)
+            return NativeLibrary(build(name), name, threads)
         except NativeUnavailable as error:
-            reason = error
-    raise reason
+            reasons.append(error)
+    raise reasons[0]
 
 
 def _at(tensor: Tensor | None) -> int | None:

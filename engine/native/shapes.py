@@ -42,7 +42,7 @@ class ShapeTable:
         """`folder`: of the table; None: the library's."""
         self._library = library
         self._dtype = dtype
-        name = f"{library.path.stem}-{library.name}-{KIND_OF[dtype].name.lower()}-{_processor()}.json"
+        name = f"{library.path.stem}-{KIND_OF[dtype].name.lower()}-{_processor()}.json"
         self._file = (folder or library.path.parent) / name
         self._times: dict[str, Times] = self._read()
 

@@ -1,4 +1,4 @@
-// What Python calls: picks the kernels, cuts attention into tasks, and runs a team of OpenMP threads (torch's own pool).
+// What Python calls: cuts attention into tasks, and runs a team of OpenMP threads (torch's own pool).
 #include <cpuid.h>
 #include <omp.h>
 #include <stdint.h>
@@ -13,11 +13,11 @@
 
 #include "api.h"
 
-extern "C" {
-#if defined(__x86_64__)
-extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16, kernels_amx;
+#ifndef INSTRUCTION_SET
+#error "0: avx2, 1: avx512, 2: avx512_bf16, 3: amx"
 #endif
-}
+
+extern "C" const Kernels kernels;
 
 namespace {
 
@@ -28,18 +28,6 @@ bool has_amx() {
     constexpr unsigned tiles = 1u << 22 | 1u << 24 | 1u << 25;  // bf16, tiles, int8
     constexpr int request_permission = 0x1023, tile_data = 18;
     return (d & tiles) == tiles && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
-}
-
-const Kernels* kernels_of(int isa) {
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    const bool dots = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-    static const bool amx = dots && has_amx();
-    const Kernels* of[] = {avx2 ? &kernels_avx2 : nullptr, avx512 ? &kernels_avx512 : nullptr,
-                           dots ? &kernels_avx512_bf16 : nullptr, amx ? &kernels_amx : nullptr};
-    return of[isa];
 }
 
 template <class F> void run_team(int threads, F f) {
@@ -202,23 +190,31 @@ struct TaskBuilder {
 
 extern "C" {
 
-// 0: avx2, 1: avx512, 2: avx512_bf16, 3: amx. 1 where this processor has it.
-int tm_supported(int isa) { return kernels_of(isa) != nullptr; }
+// 1 where this processor has the instruction set of these kernels.
+int tm_supported() {
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    const bool dots = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    const bool has[] = {avx2, avx512, dots, dots && has_amx()};
+    return has[INSTRUCTION_SET];
+}
 
-int tm_panel(int isa) { return kernels_of(isa)->panel; }
+int tm_panel() { return kernels.panel; }
 
 int64_t tm_abi() {
     return sizeof(Layer) + 1000 * sizeof(Workspace) + 1000000 * sizeof(AttentionGroup) + 1000000000 * sizeof(Experts);
 }
 
-void tm_pack(int isa, int kind, int n, int k, const float* rows, uint32_t* packed, float* scale, int32_t* offset,
+void tm_pack(int kind, int n, int k, const float* rows, uint32_t* packed, float* scale, int32_t* offset,
              int64_t offset_stride) {
-    kernels_of(isa)->pack(kind, n, k, rows, packed, scale, offset, offset_stride);
+    kernels.pack(kind, n, k, rows, packed, scale, offset, offset_stride);
 }
 
-void tm_pack_codes(int isa, int kind, int padded, int k, const uint8_t* codes, int64_t stride, const int32_t* rows,
+void tm_pack_codes(int kind, int padded, int k, const uint8_t* codes, int64_t stride, const int32_t* rows,
                    uint32_t* packed, int32_t* offset) {
-    kernels_of(isa)->pack_codes(kind, padded, k, codes, stride, rows, packed, offset);
+    kernels.pack_codes(kind, padded, k, codes, stride, rows, packed, offset);
 }
 
 struct GroupInput {
@@ -263,49 +259,42 @@ int tm_plan_shared_rows(const Plan* plan, int group) {
 
 void tm_plan_free(Plan* plan) { delete plan; }
 
-void tm_forward(int isa, int threads, const DecoderShape* shape, const Layer* layers, const void* embedding,
+void tm_forward(int threads, const DecoderShape* shape, const Layer* layers, const void* embedding,
                 const float* norm, const Step* step, const Workspace* space) {
-    const Kernels* k = kernels_of(isa);
-    run_team(threads, [&](Team* team, int m) { k->forward(team, m, shape, layers, embedding, norm, step, space); });
+    run_team(threads, [&](Team* team, int m) { kernels.forward(team, m, shape, layers, embedding, norm, step, space); });
 }
 
-void tm_linear(int isa, int threads, int activations, const Linear* w, const void* x, int64_t rows, float* y,
+void tm_linear(int threads, int activations, const Linear* w, const void* x, int64_t rows, float* y,
                const Workspace* space) {
-    const Kernels* k = kernels_of(isa);
-    run_team(threads, [&](Team* team, int m) { k->linear(team, m, activations, w, x, rows, y, space); });
+    run_team(threads, [&](Team* team, int m) { kernels.linear(team, m, activations, w, x, rows, y, space); });
 }
 
-void tm_experts(int isa, int threads, int activations, int hidden, int gate, const Experts* of, const void* x,
+void tm_experts(int threads, int activations, int hidden, int gate, const Experts* of, const void* x,
                 int64_t rows, float* y, const Workspace* space) {
-    const Kernels* k = kernels_of(isa);
     run_team(threads,
-             [&](Team* team, int m) { k->experts(team, m, activations, hidden, gate, of, x, rows, y, space); });
+             [&](Team* team, int m) { kernels.experts(team, m, activations, hidden, gate, of, x, rows, y, space); });
 }
 
-void tm_argmax(int isa, int threads, int activations, const Linear* w, const void* x, int64_t rows,
+void tm_argmax(int threads, int activations, const Linear* w, const void* x, int64_t rows,
                int64_t* best, uint8_t* finite, const Workspace* space) {
-    const Kernels* k = kernels_of(isa);
-    run_team(threads, [&](Team* team, int m) { k->argmax(team, m, activations, w, x, rows, best, finite, space); });
+    run_team(threads, [&](Team* team, int m) { kernels.argmax(team, m, activations, w, x, rows, best, finite, space); });
 }
 
-void tm_attend(int isa, int threads, const CacheShape* cache, int activations, int heads, float scale,
+void tm_attend(int threads, const CacheShape* cache, int activations, int heads, float scale,
                const Layer* layer, const AttentionGroup* group, int tokens, const void* q, const void* k, const void* v,
                void* out, const Workspace* space) {
-    const Kernels* kernels = kernels_of(isa);
     run_team(threads, [&](Team* team, int m) {
-        kernels->attend(team, m, cache, activations, heads, scale, layer, group, tokens, q, k, v, out, space);
+        kernels.attend(team, m, cache, activations, heads, scale, layer, group, tokens, q, k, v, out, space);
     });
 }
 
-void tm_scan(int isa, int threads, int activations, const Recurrence* r, const StateScan* s) {
-    const Kernels* k = kernels_of(isa);
-    run_team(threads, [&](Team* team, int m) { k->scan(team, m, activations, r, s); });
+void tm_scan(int threads, int activations, const Recurrence* r, const StateScan* s) {
+    run_team(threads, [&](Team* team, int m) { kernels.scan(team, m, activations, r, s); });
 }
 
-void tm_gated_norm(int isa, int threads, int activations, const GatedNorm* norm, float* x, const void* z,
+void tm_gated_norm(int threads, int activations, const GatedNorm* norm, float* x, const void* z,
                    int64_t z_stride, int64_t rows, void* y) {
-    const Kernels* k = kernels_of(isa);
-    run_team(threads, [&](Team* team, int m) { k->gated_norm(team, m, activations, norm, x, z, z_stride, rows, y); });
+    run_team(threads, [&](Team* team, int m) { kernels.gated_norm(team, m, activations, norm, x, z, z_stride, rows, y); });
 }
 
 }  // extern "C"

@@ -1,6 +1,6 @@
-// The kernels of one instruction set. Compiled once for each, with -DKERNELS=kernels_NAME and that set's flags.
+// The kernels of one instruction set, which the compiler's flags choose.
 #include "decoder.h"
 #include "recurrence.h"
 
-extern "C" __attribute__((visibility("hidden"))) const Kernels KERNELS;
-const Kernels KERNELS = {PANEL, VL, pack, pack_codes, forward, linear, experts, argmax, attend, scan, gated_norm};
+extern "C" __attribute__((visibility("hidden"))) const Kernels kernels;
+const Kernels kernels = {PANEL, VL, pack, pack_codes, forward, linear, experts, argmax, attend, scan, gated_norm};

@@ -27,12 +27,6 @@ CPU = torch.device("cpu")
 FAST = EngineConfig(dtype="float32", threads=1)
 
 
-@pytest.fixture(scope="module")
-def built() -> Path:
-    """The library of the machine's own cache."""
-    return build()
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache that everything here builds into."""
@@ -109,7 +103,7 @@ def test_a_dtype_that_the_kernels_lack_is_torchs(logged: list[dict[str, object]]
 def test_a_compiler_failure_reports_its_first_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "g++ -include /nowhere/missing.h")
     with pytest.raises(NativeUnavailable, match=r"the compiler g\+\+ failed: .*error: /nowhere/missing\.h: No such"):
-        build()
+        build("avx2")
     assert list(cache.iterdir()) == []  # nothing half-built stays
     with pytest.raises(
         EngineError, match=r"attention 'native' is not available here: the compiler g\+\+ failed: .*missing"
@@ -120,7 +114,7 @@ def test_a_compiler_failure_reports_its_first_error(cache: Path, monkeypatch: py
 def test_a_compiler_that_is_not_there_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++ -march=native")
     with pytest.raises(NativeUnavailable, match=r"the compiler /nowhere/c\+\+ does not run"):
-        build()
+        build("avx2")
 
 
 @pytest.mark.exhaustive
@@ -128,20 +122,20 @@ def test_what_was_built_is_taken_again_and_needs_no_compiler(
     cache: Path, quick_compiler: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a library that was built
-    first = build()
+    first = build("avx2")
     assert [file.name for file in cache.iterdir()] == [first.name]
     made = first.stat().st_mtime_ns
     # When it is requested again, then it is that one, also where there is no compiler any more
-    assert build() == first
+    assert build("avx2") == first
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
-    assert build() == first
+    assert build("avx2") == first
     assert first.stat().st_mtime_ns == made
     assert NativeLibrary(first, "avx2", 1).panel == 16
     # but what other sources became is not taken
-    first.rename(cache / "kernels-0123456789ab-0123456789ab.so")
+    first.rename(cache / "kernels-avx2-0123456789ab-0123456789ab.so")
     with pytest.raises(NativeUnavailable, match=r"no C\+\+ compiler"):
-        build()
+        build("avx2")
 
 
 def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +143,7 @@ def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TOKENMILL_NATIVE_CACHE", str(tmp_path / "file"))
     why = rf"can't build in {tmp_path}/file: .*; set TOKENMILL_NATIVE_CACHE to a folder with room"
     with pytest.raises(NativeUnavailable, match=why):
-        build()
+        build("avx2")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -157,12 +151,12 @@ def test_a_folder_without_rights_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
     monkeypatch.setenv("TOKENMILL_NATIVE_CACHE", str(tmp_path / "cache"))
     with pytest.raises(NativeUnavailable, match="Permission denied; set TOKENMILL_NATIVE_CACHE"):
-        build()
+        build("avx2")
 
 
 def _build_and_load(barrier: object, results: object) -> None:
     barrier.wait()  # type: ignore[attr-defined]
-    results.put((str(build()), load_library("avx2", 1).panel))  # type: ignore[attr-defined]
+    results.put((str(build("avx2")), load_library("avx2", 1).panel))  # type: ignore[attr-defined]
 
 
 @pytest.mark.exhaustive
@@ -198,27 +192,43 @@ def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
         NativeLibrary(tmp_path / "torn.so", "avx2", 1)
 
 
-def test_every_instruction_set_that_the_processor_lacks_is_refused_by_name(built: Path) -> None:
+NEEDED = {
+    "avx2": {"avx2", "fma", "f16c"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "avx512_bf16": {"avx512f", "avx512_bf16", "avx512_vnni"},
+    "amx": {"amx_bf16", "amx_int8"},
+}
+
+
+def _sets_of_this_processor() -> list[str]:
     flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
-    needs = {
-        "avx2": {"avx2", "fma", "f16c"},
-        "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
-        "avx512_bf16": {"avx512f", "avx512_bf16", "avx512_vnni"},
-        "amx": {"amx_bf16", "amx_int8"},
-    }
-    assert set(needs) == set(CHOICES) - {"auto"} == set(INSTRUCTION_SETS)
-    for name, flags_needed in needs.items():
-        if flags_needed <= set(flags):
-            assert load_library(name, 1).name == name
-        else:
-            with pytest.raises(NativeUnavailable, match=f"this processor has no {name}"):
-                load_library(name, 1)
-            with pytest.raises(
-                EngineError, match=f"instruction_set '{name}' is not available here: this processor has no"
-            ):
-                native_library(EngineConfig(instruction_set=name), torch.float32, CPU)
-    best = [name for name, flags_needed in needs.items() if flags_needed <= set(flags)][-1]
-    assert load_library("auto", 1).name == best
+    return [name for name, needed in NEEDED.items() if needed <= set(flags)]
+
+
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_an_instruction_set_is_loaded_or_refused_by_name(name: str) -> None:
+    assert set(NEEDED) == set(CHOICES) - {"auto"} == set(INSTRUCTION_SETS)
+    if name in _sets_of_this_processor():
+        assert load_library(name, 1).name == name
+        return
+    with pytest.raises(NativeUnavailable, match=f"this processor has no {name}"):
+        load_library(name, 1)
+    with pytest.raises(EngineError, match=f"instruction_set '{name}' is not available here: this processor has no"):
+        native_library(EngineConfig(instruction_set=name), torch.float32, CPU)
+
+
+def test_auto_is_the_best_instruction_set() -> None:
+    assert load_library("auto", 1).name == _sets_of_this_processor()[-1]
+
+
+def test_without_a_compiler_the_best_instruction_set_that_is_cached_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(build("avx2"), tmp_path)
+    monkeypatch.setenv("TOKENMILL_NATIVE_CACHE", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert load_library("auto", 1).name == "avx2"
 
 
 def test_an_unknown_instruction_set_is_refused_with_the_known_ones() -> None:

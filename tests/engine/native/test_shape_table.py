@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.models.native import NativeBuilder
-from engine.native.library import NativeLibrary
+from engine.native.library import NativeLibrary, load_library
 from engine.native.linear import NativeLinear
 from engine.native.shapes import ROWS, ShapeTable
 from engine.native.structs import ElementKind
@@ -92,7 +92,10 @@ def test_a_broken_table_is_measured_anew(broken: str, library: NativeLibrary, tm
 def test_each_dtype_and_instruction_set_has_a_table_of_its_own(library: NativeLibrary, tmp_path: Path) -> None:
     ShapeTable(library, torch.float32, tmp_path).int8_is_faster(32, 16)
     ShapeTable(library, torch.bfloat16, tmp_path).int8_is_faster(32, 16)
-    ShapeTable(native_path("avx512", 1), torch.float32, tmp_path).int8_is_faster(32, 16)
+    assert len(list(tmp_path.iterdir())) == 2
+    if (best := load_library("auto", 1)).name == library.name:
+        pytest.skip(f"this processor has {best.name} only")
+    ShapeTable(best, torch.float32, tmp_path).int8_is_faster(32, 16)
     assert len(list(tmp_path.iterdir())) == 3
 
 
