@@ -165,7 +165,14 @@ def _linears(opened: OpenedModel, source: WeightSource) -> tuple[frozenset[str],
     with usable(opened.path), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(opened.config)
     head = model.get_output_embeddings()
-    found = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    prefixes = () if opened.decoder is None else opened.decoder.weight_prefixes
+
+    def stored(name: str) -> str:
+        """The module's name in the checkpoint."""
+        names = (name, *(f"{prefix}{name.removeprefix('model.')}" for prefix in prefixes))
+        return next((found for found in names if f"{found}.weight" in source.names), name)
+
+    found = {stored(name): module for name, module in model.named_modules() if type(module) is nn.Linear}
     heads = [name for name, module in found.items() if module is head]
     linears = frozenset(found) - frozenset(heads)
     if opened.decoder is not None:
