@@ -59,8 +59,12 @@ class DryRun:
         )
         self._end_token = spec.vocab_size  # no prompt holds it
         self._ends_at = np.full(config.schedule.max_num_seqs, NEVER, dtype=np.int64)  # known tokens, by row
+        # Layers that read those of others (`ModelSpec.reads`) are in no group, but attend.
+        attending = [spec.windows[layer] for layer in spec.attending_layers]
         self._groups = [
-            (group.window, len(group.layers) / spec.num_layers) for group in groups if group.snapshot_blocks is None
+            (group.window, attending.count(group.window) / spec.num_layers)
+            for group in groups
+            if group.snapshot_blocks is None
         ]
         self._seen = np.zeros(max(group.num_blocks for group in groups) + 1, dtype=np.bool_)
         self._lengths: dict[str, int] = {}

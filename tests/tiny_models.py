@@ -170,6 +170,32 @@ _DELTA = {
 _DELTA_MOE = {
     "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
 }  # fmt: skip
+_GEMMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 50_000.0, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+    "final_logit_softcapping": 5.0,
+    "hidden_size_per_layer_input": 0,
+}
+_GEMMA4_SMALL = {
+    **_GEMMA4,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 260,
+}
 _LFM2 = {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": False}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -186,6 +212,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-sliding": ("Qwen3Config", {"head_dim": 16, **_SLIDING_QWEN}),
     "gemma3": ("Gemma3TextConfig", _GEMMA),
     "gemma3-softcap": ("Gemma3TextConfig", {**_GEMMA, "final_logit_softcapping": 5.0}),
+    "gemma4": ("Gemma4TextConfig", _GEMMA4),
+    "gemma4-small": ("Gemma4TextConfig", _GEMMA4_SMALL),
     "gemma": ("GemmaConfig", {"head_dim": 16}),
     "ministral": ("MinistralConfig", {**_MIXED_WINDOWS, "head_dim": 16}),
     "cwm": ("CwmConfig", {**_MIXED_WINDOWS, "head_dim": 12, **_LLAMA3}),
@@ -328,7 +356,7 @@ FUSED = (
     "qwen3-sliding", "gemma", "gemma3", "gemma3-softcap", "ministral", "cwm", "seed-oss", "smollm3", "ernie4.5",
     "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
     "cohere2", "hyperclovax", "internlm3", "ministral3", "hunyuan", "youtu", "minicpm3", "granite4", "arcee",
-    "nemotron", "starcoder2",
+    "nemotron", "starcoder2", "gemma4", "gemma4-small",
     *MIXTURES,
 )  # fmt: skip
 """Families that the fused decoder computes and whose rotation does not depend on the sequence's length."""
@@ -375,6 +403,8 @@ def make_tiny_model(
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.2)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.3)
         if edit is not None:
             edit(model)
     model.save_pretrained(folder, max_shard_size=max_shard_size)

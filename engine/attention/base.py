@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.models.base import ModelSpec
+from engine.models.base import KVShape, ModelSpec
 from engine.plan import BlockCopy, CacheGroup
 from engine.states import StateOperator, StateStep
 
@@ -49,6 +49,8 @@ class KVLayout:
 
     Attributes:
         groups: of the layers that attend.
+        shapes: of each group, where groups differ (`engine.attention.by_shape`); empty: all have `num_kv_heads` heads
+            of `head_dim`.
         num_heads: query heads; 0: as many as KV heads.
         has_sinks: `attend` is given sinks.
         latent_dim: V is the first so many elements of K, with one KV head, and need not be stored; 0: it is apart.
@@ -61,13 +63,16 @@ class KVLayout:
     num_heads: int = 0
     has_sinks: bool = False
     latent_dim: int = 0
+    shapes: tuple[KVShape, ...] = ()
 
     @classmethod
     def of(cls, spec: ModelSpec, groups: tuple[CacheGroup, ...], block_size: int) -> KVLayout:
         """Of a model's cache."""
+        shapes = tuple(spec.kv_shape(group.layers[0]) for group in groups)
         return cls(
-            groups, block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads, spec.has_sinks, spec.latent_dim
-        )
+            groups, block_size, *shapes[0], spec.num_heads, spec.has_sinks, spec.latent_dim,
+            shapes if len(set(shapes)) > 1 else (),
+        )  # fmt: skip
 
     @property
     def value_dim(self) -> int:
@@ -90,10 +95,12 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: Any, sinks: Tensor | None = None
-    ) -> Tensor:
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, step: Any,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Store k and v [T, kv_heads, head_dim], then attend with q [T, heads, head_dim]; returns q's shape. With
-        `KVLayout.latent_dim` v and the result have so many elements instead of head_dim.
+        `KVLayout.latent_dim` v and the result have so many elements instead of head_dim. Without k and v nothing is
+        stored.
 
         Args:
             sinks: float32 [heads], contiguous; see `engine.models.base.Attend`.
@@ -153,7 +160,7 @@ class AttentionStep:
     states: StateStep | None = None
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None, /
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, sinks: Tensor | None = None, /
     ) -> Tensor:
         return self.backend.attend(layer, q, k, v, scale, self.prepared, sinks)
 

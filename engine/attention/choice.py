@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from engine.attention.base import AttentionBackend, KVLayout
+from engine.attention.by_shape import attention_by_shape
 from engine.attention.flash import LIBRARIES, FlashAttention, Found, flash_attention
 from engine.attention.native import NativeAttention
 from engine.attention.paged_sdpa import PagedSdpaAttention
@@ -66,6 +67,10 @@ def make_backend(
     Raises:
         EngineError: there is no such backend, or a requirement of it is missing.
     """
+    if layout.shapes:
+        return attention_by_shape(
+            layout, lambda part: make_backend(name, part, dtype, device, native, kv_kind, fp8=fp8)
+        )
     found = None
     if name == "auto":
         name, found = (NativeAttention.name, None) if native is not None else _best(layout, dtype, device, fp8)

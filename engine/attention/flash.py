@@ -252,7 +252,7 @@ class FlashAttention:
         )
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: tuple[Pages, ...],
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, step: tuple[Pages, ...],
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         assert sinks is None, "refused with the layout"

@@ -165,8 +165,9 @@ class NativeAttention:
         return NativeStep(tasks, int(counts.sum()), batch.num_decodes, batch.wanted, tuple(keep))
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: NativeStep, sinks: Tensor | None = None
-    ) -> Tensor:
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, step: NativeStep,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         self._check(q, k, v, step)
         struct = self._layers[layer]
         if sinks is not None and (sinks.shape != (self._heads,) or sinks.dtype != torch.float32):
@@ -180,13 +181,15 @@ class NativeAttention:
             )
         self.library.attend(
             self.storage.shape, self.activations, heads, scale, struct,
-            step.tasks.group(self.storage.group_of[layer]), (q.contiguous(), k.contiguous(), v.contiguous()), out,
-            self._space.struct,
+            step.tasks.group(self.storage.group_of[layer]), q.contiguous(), None if k is None else k.contiguous(),
+            None if v is None else v.contiguous(), out, self._space.struct,
         )  # fmt: skip
         return out
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, step: NativeStep) -> None:
+    def _check(self, q: Tensor, k: Tensor | None, v: Tensor | None, step: NativeStep) -> None:
         """Check shapes: the kernels take the cache's shape and bare pointers, and would read out of bounds."""
+        if (k is None) != (v is None):
+            raise EngineError("keys and values are stored together, but the model gives one of them")
         shape = self.storage.shape
         parts = (
             ("q", q, self._heads, shape.head_dim),
@@ -194,6 +197,8 @@ class NativeAttention:
             ("v", v, shape.kv_heads, shape.value_dim),
         )
         for name, tensor, heads, dim in parts:
+            if tensor is None:
+                continue
             expected = (step.num_tokens, heads, dim)
             if tensor.shape != expected or KIND_OF.get(tensor.dtype) != self.activations:
                 given = f"{list(tensor.shape)} in {tensor.dtype}"

@@ -117,13 +117,15 @@ class PagedSdpaAttention:
         return tuple(steps)
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: tuple[GroupStep, ...],
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, step: tuple[GroupStep, ...],
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         storage = self.storage
         part = step[storage.group_of[layer]]
         storage.write(layer, k, v, part.slots)
         out = q.new_empty(*q.shape[:2], self.storage.layout.value_dim)
+        if k is None or v is None:
+            k, v = storage.read(layer, part.slots)
         if self.storage.layout.latent_dim:
             v = k  # torch's fast kernels take values as long as keys: the rest is computed for nothing, and dropped
         if part.decodes:

@@ -61,7 +61,7 @@ class ReferenceAttention:
             there.copy_(torch.from_numpy(np.maximum(slots, 0)))
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: ReferenceStep,
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, step: ReferenceStep,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         storage, batch = self.storage, step.batch

@@ -57,13 +57,20 @@ class KVStorage:
                         self.key_scales[layer] if layout.latent_dim else zeros(shape, torch.float32, device)
                     )
 
-    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Store k and v [T, kv_heads, head_dim] at `slots` int64 [T]; of a layout with `latent_dim` v is in k."""
+    def write(self, layer: int, k: Tensor | None, v: Tensor | None, slots: Tensor) -> None:
+        """Store k and v [T, kv_heads, head_dim] at `slots` int64 [T]; of a layout with `latent_dim` v is in k. None:
+        nothing is stored."""
         width = self.token_width
-        self.keys[layer].view(-1, width).index_copy_(0, slots, k.reshape(-1, width))
-        if self.layout.latent_dim:
-            return
-        self.values[layer].view(-1, width).index_copy_(0, slots, v.reshape(-1, width))
+        if k is not None:
+            self.keys[layer].view(-1, width).index_copy_(0, slots, k.reshape(-1, width))
+        if v is not None and not self.layout.latent_dim:
+            self.values[layer].view(-1, width).index_copy_(0, slots, v.reshape(-1, width))
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values [T, kv_heads, head_dim] at `slots` int64 [T]."""
+        shape = (-1, self.layout.num_kv_heads, self.layout.head_dim)
+        keys, values = (stored[layer].view(shape).index_select(0, slots) for stored in (self.keys, self.values))
+        return keys, values
 
     def zero(self, group: int, blocks: list[int]) -> None:
         """Zero these blocks in all layers of the group."""

@@ -28,9 +28,9 @@ LEAST_SHARED = 64 << 10
 CHUNK_ROWS = 64
 """Minimum of queries times heads of a chunk's tile."""
 
-LATENT_HEADS, LATENT_CHUNK_ROWS, LATENT_WARPS = 16, 32, 8
-"""With latent attention: query heads of a program, `CHUNK_ROWS`, and warps. Sums as long as latent vectors fill their
-registers: with more rows or fewer warps the compiler spills them."""
+LONG, LONG_HEADS, LONG_CHUNK_ROWS, LONG_WARPS = 256, 16, 32, 8
+"""With values longer than `LONG`, and with latent attention: query heads of a program, `CHUNK_ROWS`, and warps. Such
+sums fill their registers: with more rows or fewer warps the compiler spills them."""
 
 LEAST_ROWS = 16
 """Minimum rows of a product on the matrix units."""
@@ -111,11 +111,12 @@ class TritonPagedAttention:
         self._heads = triton.next_power_of_2(self._sharing)
         self._dims = max(16, triton.next_power_of_2(layout.value_dim))
         self._rests = 0
-        chunk_rows = CHUNK_ROWS
         if layout.latent_dim:
-            self._heads = min(self._heads, LATENT_HEADS)
             self._rests = max(16, triton.next_power_of_2(layout.head_dim - layout.latent_dim))
-            chunk_rows = LATENT_CHUNK_ROWS
+        chunk_rows, self._warps = CHUNK_ROWS, 4
+        if layout.latent_dim or layout.head_dim > LONG:
+            self._heads = min(self._heads, LONG_HEADS)
+            chunk_rows, self._warps = LONG_CHUNK_ROWS, LONG_WARPS
         self._parts = -(-self._sharing // self._heads)
         self._decode_queries = max(1, LEAST_ROWS // self._heads)
         self._chunk_queries = max(self._decode_queries, chunk_rows // self._heads)
@@ -126,6 +127,8 @@ class TritonPagedAttention:
         self._processors = processors
         self._shared = shared
         self._item = dtype.itemsize
+        while self._chunk_queries > self._decode_queries and not self._fits(self._chunk_queries, LEAST_COLUMNS):
+            self._chunk_queries //= 2
         self._tables: tuple[Tensor, ...] = ()  # of reserved steps, which are read one after the other
 
     @property
@@ -198,12 +201,14 @@ class TritonPagedAttention:
             into[:used, : table.shape[1]].copy_(table)
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: TritonStep, sinks: Tensor | None = None
-    ) -> Tensor:
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, step: TritonStep,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         if self.storage.layout.latent_dim:
             v = k
-        k, v = (part if _is_contiguous(part) else part.contiguous() for part in (k, v))
-        self._store(layer, k, v, step.slots[self.storage.group_of[layer]])
+        if k is not None and v is not None:
+            k, v = (part if _is_contiguous(part) else part.contiguous() for part in (k, v))
+            self._store(layer, k, v, step.slots[self.storage.group_of[layer]])
         q = q if q.stride(2) == 1 else q.contiguous()
         out = torch.empty(*q.shape[:2], self.storage.layout.value_dim, dtype=q.dtype, device=q.device)
         for tiles in step.launches:
@@ -258,7 +263,7 @@ class TritonPagedAttention:
             HEAD_DIM=layout.head_dim, RESTS=self._rests, BLOCK_SIZE=layout.block_size,
             WINDOW=storage.window_of[layer] or 0, COLUMNS=tiles.columns, SCALED=scaled,
             NARROW=q.dtype == torch.float16, UPCAST=self._upcast, SINKS=sinks is not None,
-            LATENT=layout.latent_dim > 0, num_warps=LATENT_WARPS if layout.latent_dim else 4, **shape,
+            LATENT=layout.latent_dim > 0, num_warps=self._warps, **shape,
         )  # fmt: skip
         if tiles.splits > 1:
             join_splits[(tiles.count, parts)](
@@ -268,14 +273,18 @@ class TritonPagedAttention:
 
     def _tile(self, queries: int) -> tuple[int, int]:
         """Return queries and keys of a program per iteration: as many keys as fit the device's shared memory."""
-        # While one iteration's keys and values are multiplied, the next ones are loaded; queries stay. (Measured on
-        # Hopper; compilers use less on other devices.)
-        columns, item = MOST_COLUMNS, max(self._item, 2)
-        held = 2 if self.storage.layout.latent_dim else 4  # keys alone, or values too, of two iterations
-        row = (self._dims + self._rests) * item
-        while columns > LEAST_COLUMNS and (queries * self._heads + held * columns) * row > self._shared:
+        columns = MOST_COLUMNS
+        while columns > LEAST_COLUMNS and not self._fits(queries, columns):
             columns //= 2
         return queries, columns
+
+    def _fits(self, queries: int, columns: int) -> bool:
+        """Whether so many queries and keys fit the device's shared memory."""
+        # While one iteration's keys and values are multiplied, the next ones are loaded; queries stay. (Measured on
+        # Hopper; compilers use less on other devices.)
+        held = 2 if self.storage.layout.latent_dim else 4  # keys alone, or values too, of two iterations
+        row = (self._dims + self._rests) * max(self._item, 2)
+        return bool((queries * self._heads + held * columns) * row <= self._shared)
 
     def _splits(self, tiles: int, longest: int) -> int:
         """Return the number of programs that share the keys of each tile, with `longest` keys to read: a power of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,13 +17,14 @@ class Attend(Protocol):
     """Attention of a step, as models call it."""
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None, /
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, sinks: Tensor | None = None, /
     ) -> Tensor:
         """Store k and v in the paged cache and attend causally within each sequence.
 
         Args:
             q, k, v: [T, heads, head_dim], [T, kv_heads, head_dim] and likewise; q and k arrive rotated. With
-                `ModelSpec.latent_dim` v is the first so many elements of k.
+                `ModelSpec.latent_dim` v is the first so many elements of k. None: nothing is stored, and q attends to
+                what the layer has stored in this step and before.
             sinks: float32 [heads], a score that joins each head's softmax without a value, so that a head may attend to
                 nothing (Xiao et al. 2024, StreamingLLM, section 3.2; OpenAI 2025, gpt-oss, section 2.2). Only with
                 `ModelSpec.has_sinks`.
@@ -45,6 +46,13 @@ class Attend(Protocol):
         ...
 
 
+class KVShape(NamedTuple):
+    """A layer's keys, and its values likewise, of one token: [num_kv_heads, head_dim]."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model's shape.
@@ -63,6 +71,10 @@ class ModelSpec:
         uncached_layers: layers with neither keys and values nor a state.
         latent_dim: of latent attention, with one KV head: a token's values are the first so many elements of its key,
             and are not stored apart (`engine.models.latent`). 0: values are stored, of head_dim elements.
+        kv_shapes: per layer, where layers differ from `num_kv_heads` and `head_dim`, one for each window; empty: none
+            does.
+        reads: per layer, the earlier one whose keys and values it attends to, or None, where it stores its own; empty:
+            all do.
         rope_original_max: length from which rotary frequencies depend on a sequence's length (dynamic scaling only).
     """
 
@@ -86,6 +98,18 @@ class ModelSpec:
     states: tuple[tuple[StateShape, ...], ...] = ()
     latent_dim: int = 0
     uncached_layers: tuple[int, ...] = ()
+    kv_shapes: tuple[KVShape, ...] = ()
+    reads: tuple[int | None, ...] = ()
+
+    def kv_shape(self, layer: int) -> KVShape:
+        """Of a layer that attends."""
+        return self.kv_shapes[layer] if self.kv_shapes else KVShape(self.num_kv_heads, self.head_dim)
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of a token's keys and values in all layers."""
+        layers = (layer for layers in self.window_layers.values() for layer in layers)
+        return sum(heads * dim * (1 if self.latent_dim else 2) for heads, dim in map(self.kv_shape, layers))
 
     @property
     def value_dim(self) -> int:
@@ -112,17 +136,17 @@ class ModelSpec:
 
     @property
     def attending_layers(self) -> tuple[int, ...]:
-        """Layers with keys and values."""
+        """Layers that attend."""
         others = {*self.state_layers, *self.uncached_layers}
         return tuple(layer for layer in range(self.num_layers) if layer not in others)
 
     @property
     def window_layers(self) -> dict[int | None, tuple[int, ...]]:
-        """Windows -> the layers that attend with them; full attention first, then by size."""
-        attending = self.attending_layers
-        windows = {self.windows[layer] for layer in attending}
+        """Windows -> the layers whose keys and values are attended to with them; full attention first, then by size."""
+        storing = [layer for layer in self.attending_layers if not self.reads or self.reads[layer] is None]
+        windows = {self.windows[layer] for layer in storing}
         return {
-            window: tuple(layer for layer in attending if self.windows[layer] == window)
+            window: tuple(layer for layer in storing if self.windows[layer] == window)
             for window in sorted(windows, key=lambda window: (window is not None, window or 0))
         }
 

@@ -8,16 +8,17 @@ are one product, gate and up another, and q and k are normed and rotated togethe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.base import Attend, ModelSpec
+from engine.models.base import Attend, KVShape, ModelSpec
 from engine.models.experts import ExpertRows, Experts, ExpertSpec, Mlp, weighted_sum
 from engine.models.latent import LatentAttention, LatentSpec
+from engine.models.layer_inputs import LayerInput, LayerInputs, LayerInputSpec, look_up
 from engine.models.rope import RopeSpec, RotaryTable, Rotation
 from engine.models.state_layers.delta import DeltaNet, DeltaSpec
 from engine.models.state_layers.mamba import Mamba, MambaSpec
@@ -47,12 +48,24 @@ NormNames = tuple[str | None, str | None, str | None, str | None]
 None: there is none."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The fields of a `DecoderSpec` that one of its layers has otherwise."""
+
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    values_are_keys: bool = False
+    reads: int | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderSpec:
     """The parameters of a family and size.
 
     Attributes:
         num_kv_heads, head_dim: of the cache; with latent attention 1 and `LatentSpec.key_dim`.
+        layer_shapes: of all layers, where they differ; empty: none does. See `at`.
         latent: of latent attention; None: each KV head has keys and values of its own.
         intermediate_size: of the dense MLPs.
         experts: of the layers whose MLP is a mixture; None: none is.
@@ -66,6 +79,10 @@ class DecoderSpec:
             gate's sigmoid (Qiu et al. 2025, arXiv 2505.06708, section 2.2).
         qk_norm: how q and k are normed; None: not at all.
         late_qk_norm: they are when they are rotated, not before.
+        values_are_keys: no product makes values: they are the keys before these are normed and rotated.
+        value_norm: values are normed, each head without a weight.
+        reads: of `at` only: an earlier layer, whose keys and values this one attends to; None: it makes its own.
+        layer_inputs: each layer has an input of its own for each token; None: none has.
         interleaved_rope: in checkpoints, the two rows of q and k that are rotated together are neighbours. The loader
             puts them half a head apart.
         norms: see `NormNames`. Layers without a part have none of that part.
@@ -74,6 +91,7 @@ class DecoderSpec:
         parallel: attention and MLP read the same normed input, and both join the residual.
         embedding_scale: factor of the embeddings, rounded to the weights' dtype.
         residual_scale: factor of what joins the residual.
+        layer_scales: checkpoints hold a factor of each layer's output, the residual included.
         attention_scale: factor of q k^T.
         logits_scale: factor of the logits, above 0.
         final_softcap: logits become cap * tanh(logits / cap).
@@ -118,6 +136,10 @@ class DecoderSpec:
     fused_gate_up: bool = False
     qk_norm: QkNorm | None = None
     late_qk_norm: bool = False
+    values_are_keys: bool = False
+    value_norm: bool = False
+    reads: int | None = None
+    layer_inputs: LayerInputSpec | None = None
     interleaved_rope: bool = False
     norms: NormNames = ("input_layernorm", None, "post_attention_layernorm", None)
     norm_offset: bool = False
@@ -126,6 +148,8 @@ class DecoderSpec:
     parallel: bool = False
     embedding_scale: float | None = None
     residual_scale: float = 1.0
+    layer_scales: bool = False
+    layer_shapes: tuple[LayerShape, ...] = ()
     logits_scale: float = 1.0
     final_softcap: float | None = None
     weight_prefixes: tuple[str, ...] = ("model.",)
@@ -134,10 +158,23 @@ class DecoderSpec:
     context_limit: str | None = None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether no layer has a shape or a part that others don't have: what the kernels compute as whole steps, ranks
+        can share, and calibration knows product by product."""
+        return not (self.layer_shapes or self.value_norm or self.layer_scales or self.layer_inputs)
+
+    def at(self, layer: int) -> DecoderSpec:
+        """Return the parameters of a decoder whose layers are all like this one."""
+        if not self.layer_shapes:
+            return self
+        shape = self.layer_shapes[layer]
+        return replace(self, layer_shapes=(), **{part.name: getattr(shape, part.name) for part in fields(shape)})
+
+    @property
     def qkv_sizes(self) -> tuple[int, int, int]:
         """Rows of the fused projection that are q's, k's and v's."""
-        kv = self.num_kv_heads * self.head_dim
-        return self.num_heads * self.head_dim, kv, kv
+        kv = self.num_kv_heads * self.head_dim if self.reads is None else 0
+        return self.num_heads * self.head_dim, kv, 0 if self.values_are_keys else kv
 
     @property
     def attended_size(self) -> int:
@@ -150,7 +187,8 @@ class DecoderSpec:
         their head's query."""
         q, k, v = self.qkv_sizes
         queries = q * (1 + self.gated_attention)
-        return {"qkv_proj": q + k + v} if self.fused_qkv else {"q_proj": queries, "k_proj": k, "v_proj": v}
+        rows = {"qkv_proj": q + k + v} if self.fused_qkv else {"q_proj": queries, "k_proj": k, "v_proj": v}
+        return {module: count for module, count in rows.items() if count}
 
     @property
     def has_gates(self) -> bool:
@@ -164,8 +202,35 @@ class DecoderSpec:
         return {"gate_up_proj": 2 * inner} if self.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
 
     def num_parameters(self, *, active: bool = False) -> int:
-        """Weights. `active`: those that a token is computed with, without the experts that are not chosen."""
+        """Weights. `active`: those that a token is computed with, without the experts that are not chosen, and the
+        layers' own inputs of other tokens."""
+        h, inputs = self.hidden_size, 0
+        layers = sum(self.at(layer)._layer_parameters(layer, active=active) for layer in range(self.num_layers))
+        if self.layer_inputs is not None:
+            inputs = self.layer_inputs.num_parameters(h, self.num_layers, active=active)
+        return layers + inputs + h * (1 + self.norm_bias) + self.vocab_size * h * (1 if self.tied else 2)
+
+    def _layer_parameters(self, layer: int, *, active: bool) -> int:
         h, m = self.hidden_size, self.intermediate_size
+        in_norm, out_norm, mlp_norm, down_norm = (name is not None for name in self.norms)
+        mixer = mlp = norms = 0
+        if layer not in self.without_mixer:
+            mixer, norms = self._mixer_parameters(layer), in_norm + out_norm
+        if layer not in self.without_mlp:
+            norms += mlp_norm + down_norm
+            if (experts := self.experts) is not None and experts.layers[layer]:
+                chosen = experts.top_k if active else experts.num_experts
+                mlp = experts.num_parameters(h, chosen, has_gates=self.has_gates)
+            else:
+                up = (1 + self.has_gates) * m
+                mlp = (up + m) * h + (up + h) * self.mlp_bias
+        return mixer + mlp + norms * h * (1 + self.norm_bias)
+
+    def _mixer_parameters(self, layer: int) -> int:
+        """Weights of a layer's attention, or of what has a state instead, the output product included."""
+        h = self.hidden_size
+        if (others := self.state_layers) is not None and others.layers[layer]:
+            return others.num_parameters(h)
         q, k, _ = self.qkv_sizes
         attention = (self.attended_size + self.output_bias) * h + self.num_heads * self.has_sinks
         if self.latent is None:
@@ -173,22 +238,8 @@ class DecoderSpec:
         else:
             attention += self.latent.num_parameters(h, self.num_heads, bias=self.qkv_bias)
         if self.qk_norm not in (None, "unit"):
-            attention += 2 * self.head_dim if self.qk_norm == "head" else q + k
-        mixers, all_mlps = (self.num_layers - len(without) for without in (self.without_mixer, self.without_mlp))
-        parts = mixers * attention
-        if (others := self.state_layers) is not None:
-            parts += sum(others.layers) * (others.num_parameters(h) - attention)
-        mixtures, mixture = 0, 0
-        if (experts := self.experts) is not None:
-            mixtures = sum(experts.layers)
-            chosen = experts.top_k if active else experts.num_experts
-            mixture = experts.num_parameters(h, chosen, has_gates=self.has_gates)
-        up = (1 + self.has_gates) * m
-        mlp = (up + m) * h + (up + h) * self.mlp_bias
-        mlps = (all_mlps - mixtures) * mlp + mixtures * mixture
-        in_norm, out_norm, mlp_norm, down_norm = (name is not None for name in self.norms)
-        norms = mixers * (in_norm + out_norm) + all_mlps * (mlp_norm + down_norm) + 1
-        return parts + mlps + norms * h * (1 + self.norm_bias) + self.vocab_size * h * (1 if self.tied else 2)
+            attention += (1 + (k > 0)) * self.head_dim if self.qk_norm == "head" else q + k
+        return attention
 
     def model_spec(self, dtype: torch.dtype) -> ModelSpec:
         """The model's shape for the rest of the engine."""
@@ -206,7 +257,7 @@ class DecoderSpec:
             windows=self.windows,
             eos_token_ids=self.eos_token_ids,
             num_parameters=self.num_parameters(),
-            num_active_parameters=None if self.experts is None else self.num_parameters(active=True),
+            num_active_parameters=self.num_parameters(active=True) if self.experts or self.layer_inputs else None,
             dtype=dtype,
             rope_original_max=dynamic.original_max if dynamic else None,
             generates=not self.headless,
@@ -216,6 +267,8 @@ class DecoderSpec:
             else tuple(others.state(dtype) if has_state else () for has_state in others.layers),
             latent_dim=0 if self.latent is None else self.latent.rank,
             uncached_layers=tuple(sorted(self.without_mixer)),
+            kv_shapes=tuple(KVShape(shape.num_kv_heads, shape.head_dim) for shape in self.layer_shapes),
+            reads=tuple(shape.reads for shape in self.layer_shapes),
         )
 
 
@@ -224,8 +277,9 @@ class HeadAttention:
     """The weights that make a layer's queries, and keys and values for each KV head.
 
     Attributes:
-        qkv: hidden -> (heads + 2 kv_heads) * head_dim, and as much as of the queries for gates.
-        qk_norm: float32 [heads + kv_heads, head_dim].
+        qkv: hidden -> (heads + 2 kv_heads) * head_dim, and as much as of the queries for gates; or what of it
+            `DecoderSpec.qkv_sizes` says.
+        qk_norm: float32 [heads + kv_heads, head_dim], of what there is of both.
         sinks: float32 [heads], see `Attend`.
     """
 
@@ -251,6 +305,8 @@ class Layer:
         output: `DecoderSpec.attended_size`, or of a gated delta net's heads -> hidden.
         input_norm, mlp_norm, output_norm, down_norm: float32 [hidden_size], or [2, hidden_size] with
             `DecoderSpec.norm_bias`, weight and bias; None: there is none.
+        input: of the layer's own input; None: it has none.
+        scale: factor of the layer's output, the residual included.
     """
 
     input_norm: Tensor | None
@@ -260,6 +316,8 @@ class Layer:
     mlp: Mlp | Experts | WholeMlp | None
     output_norm: Tensor | None = None
     down_norm: Tensor | None = None
+    input: LayerInput | None = None
+    scale: float = 1.0
 
 
 class FusedDecoder:
@@ -275,6 +333,7 @@ class FusedDecoder:
         norm: Tensor,
         head: Linear,
         positions: int | None,
+        inputs: LayerInputs | None = None,
     ) -> None:
         """Create the decoder from its weights, without copies.
 
@@ -282,16 +341,19 @@ class FusedDecoder:
             embedding: [vocab_size, hidden_size]; rows of a quantized one are dequantized when they are looked up.
             norm: float32 [hidden_size], as of `Layer`.
             positions: rotary positions to tabulate at once (None: on first use, or all where that is impossible).
+            inputs: makes the layers' own inputs, with `DecoderSpec.layer_inputs`.
         """
         device = norm.device
         if positions is None and device.type != "cpu":
             positions = spec.max_position
         self._spec = spec.model_spec(dtype)
         self._decoder = spec
+        self._specs = tuple(spec.at(layer) for layer in range(spec.num_layers))
         self._embedding = embedding
         self._layers = layers
         self._norm = norm
         self._head = head
+        self._inputs = inputs
         self._ropes = tuple(RotaryTable(rope, dtype, device, positions) for rope in spec.ropes)
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=dtype))
@@ -345,6 +407,7 @@ class FusedDecoder:
             hidden = self._embed(input_ids)
             if self._embedding_scale is not None:
                 hidden *= self._embedding_scale
+            inputs = None if self._inputs is None else self._inputs.of(input_ids, hidden, spec.norm_eps)
             rotations = [rope.lookup(positions, rope_lengths) for rope in self._ropes]
             growths = [
                 None if rope.growth is None else rope.growth.factors(positions)[:, None, None] for rope in spec.ropes
@@ -363,6 +426,12 @@ class FusedDecoder:
                         normed = self._normed(hidden, layer.mlp_norm)
                     update = self._mlp(layer.mlp, normed)
                     hidden.add_(self._scaled(self._normed(update, layer.down_norm)))
+                if inputs is not None and layer.input is not None:
+                    gate = layer.input.gate(hidden)
+                    update = layer.input.projection(gated(spec.activation, gate, inputs[:, index]))
+                    hidden += self._normed(update, layer.input.norm)
+                if layer.scale != 1.0:
+                    hidden *= layer.scale
             if states is not None and spec.num_layers in states:
                 states[spec.num_layers].copy_(hidden)
             return self._normed(hidden, self._norm)
@@ -373,15 +442,20 @@ class FusedDecoder:
         attend: Attend,
     ) -> Tensor:  # fmt: skip
         """[T, hidden_size], normed -> [T, heads, elements]; growth: of queries [T, 1, 1]."""
-        spec = self._decoder
+        spec = self._specs[index]
         if isinstance(part, StateLayer):
             return part.attended(index, x, attend, spec.norm_eps)
         if isinstance(part, LatentAttention):
             assert spec.latent is not None
             return part.attended(spec.latent, index, x, rotation, growth, spec.attention_scale, attend)
         qkv = part.qkv(x).view(len(x), -1, spec.head_dim)
-        rotated, stored = spec.num_heads + spec.num_kv_heads, spec.num_heads + 2 * spec.num_kv_heads
-        qk, v, gate = qkv.tensor_split((rotated, stored), dim=1)
+        keys, values = (size // spec.head_dim for size in spec.qkv_sizes[1:])
+        rotated = spec.num_heads + keys
+        qk, v, gate = qkv.tensor_split((rotated, rotated + values), dim=1)
+        if spec.values_are_keys:
+            v = qk[:, spec.num_heads :]
+        if spec.value_norm:
+            v = self._norm32(v, spec.head_dim).to(v.dtype)
         if part.qk_norm is not None and not spec.late_qk_norm:
             qk = self._qk_normed(qk, part.qk_norm)
         qk = rotation.apply(qk)
@@ -389,14 +463,15 @@ class FusedDecoder:
             qk = self._qk_normed(qk, part.qk_norm)
         q, k = qk.tensor_split((spec.num_heads,), dim=1)
         q = q if growth is None else (q * growth).to(q.dtype)
-        attended = attend(index, q, k, v, spec.attention_scale, part.sinks)
+        if spec.reads is None:
+            attended = attend(index, q, k, v, spec.attention_scale, part.sinks)
+        else:
+            attended = attend(spec.reads, q, None, None, spec.attention_scale, part.sinks)
         return attended * gate.sigmoid() if spec.gated_attention else attended
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         """Return the tokens' rows [T, hidden_size], before any scaling; a new tensor."""
-        if isinstance(self._embedding, QWeight):
-            return self._embedding.take(input_ids).dequantize(self._spec.dtype)
-        return self._embedding.index_select(0, input_ids)
+        return look_up(self._embedding, input_ids, self._spec.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalModel.logits`."""

@@ -24,6 +24,7 @@ from engine.models.decoder import DecoderSpec, FusedDecoder, HeadAttention, Laye
 from engine.models.experts import ExpertLinear, Experts, ExpertSpec, GroupedLinear, LinearPerExpert, Mlp
 from engine.models.head_order import head_order, latent_order, qkv_order
 from engine.models.latent import LatentAttention, LatentSpec
+from engine.models.layer_inputs import LayerInput, LayerInputs, LayerInputSpec
 from engine.models.state_layers.reading import read_state_layer
 from engine.quant.base import DenseLinear, Linear, dense, packs
 from engine.quant.int8_linear import Int8Linear
@@ -120,7 +121,8 @@ class DecoderBuilder(Protocol):
         ...
 
     def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> CausalModel:
-        """From embedding (a tensor or `QWeight`), layers, norm, head and positions, as `FusedDecoder` takes them."""
+        """From embedding (a tensor or `QWeight`), layers, norm, head, positions and, where there are any, inputs, as
+        `FusedDecoder` takes them."""
         ...
 
 
@@ -334,13 +336,17 @@ def build_decoder(
     prefix, name = next((found for found in names if reader.has("{}{}.weight".format(*found))), names[0])
     use: Use = "tied" if spec.tied else "embedding"
     embedding = reader.matrix(f"{prefix}{name}.weight", spec.vocab_size, spec.hidden_size, use)
+    inputs = None
+    if spec.layer_inputs is not None:
+        inputs = _layer_inputs(spec.layer_inputs, spec, reader, builder, prefix)
     layers = tuple(_layer(spec, reader, builder, prefix, index) for index in range(spec.num_layers))
     last = next((found for found in _LAST_NORMS if reader.has(f"{prefix}{found}.weight")), _LAST_NORMS[0])
     norm = reader.norm(f"{prefix}{last}", (spec.hidden_size,), spec.norm_offset, spec.norm_bias)
     head = _head(spec, reader, builder, embedding)
     reader.finish(spec.ignored_weights)
     _report_slow_experts(layers, device)
-    return builder.decoder(spec, dtype, embedding=embedding, layers=layers, norm=norm, head=head, positions=positions)
+    parts = {"embedding": embedding, "layers": layers, "norm": norm, "head": head, "positions": positions}
+    return builder.decoder(spec, dtype, **parts, **({} if inputs is None else {"inputs": inputs}))
 
 
 def _report_slow_experts(layers: Sequence[Layer], device: torch.device) -> None:
@@ -353,7 +359,8 @@ def _report_slow_experts(layers: Sequence[Layer], device: torch.device) -> None:
         )
 
 
-def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, prefix: str, index: int) -> Layer:
+def _layer(whole: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, prefix: str, index: int) -> Layer:
+    spec = whole.at(index)
     name = f"{prefix}layers.{index}"
 
     def norms(parts: Sequence[str | None]) -> list[Tensor | None]:
@@ -386,6 +393,30 @@ def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, pre
         mlp=mlp,
         output_norm=output_norm,
         down_norm=down_norm,
+        input=None
+        if spec.layer_inputs is None
+        else _layer_input(spec.layer_inputs, reader, builder, name, spec.hidden_size),
+        scale=float(reader.exact(f"{name}.layer_scalar", 1)) if spec.layer_scales else 1.0,
+    )
+
+
+def _layer_inputs(
+    spec: LayerInputSpec, decoder: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, prefix: str
+) -> LayerInputs:
+    width = decoder.num_layers * spec.size
+    table = reader.matrix(f"{prefix}embed_tokens_per_layer.weight", spec.vocab_size, width, "embedding")
+    product = reader.fused([f"{prefix}per_layer_model_projection"], [width], decoder.hidden_size, False)
+    norm = reader.exact(f"{prefix}per_layer_projection_norm.weight", spec.size)
+    return LayerInputs(table, builder.linear(*product), norm)
+
+
+def _layer_input(
+    spec: LayerInputSpec, reader: WeightReader, builder: DecoderBuilder, name: str, hidden: int
+) -> LayerInput:
+    return LayerInput(
+        gate=builder.linear(*reader.fused([f"{name}.per_layer_input_gate"], [spec.size], hidden, False)),
+        projection=builder.linear(*reader.fused([f"{name}.per_layer_projection"], [hidden], spec.size, False)),
+        norm=reader.exact(f"{name}.post_per_layer_input_norm.weight", hidden),
     )
 
 
@@ -459,7 +490,9 @@ def _qk_norm(spec: DecoderSpec, reader: WeightReader, name: str, layer: int) -> 
         return torch.ones(heads, spec.head_dim, device=reader.device) if positions else None
     parts = []
     names = next((found for found in _QK_NORMS if reader.has(f"{name}.{found[0]}.weight")), _QK_NORMS[0])
-    for part, heads in zip(names, (spec.num_heads, spec.num_kv_heads), strict=True):
+    for part, heads in zip(names, (spec.num_heads, 0 if spec.reads is not None else spec.num_kv_heads), strict=True):
+        if not heads:
+            continue
         shapes = {
             "head": (spec.head_dim,), "heads": (heads, spec.head_dim), "projection": (heads * spec.head_dim,)
         }  # fmt: skip

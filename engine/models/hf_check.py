@@ -41,18 +41,18 @@ class DenseAttend:
         self._states: dict[int, tuple[Tensor, ...]] = {}
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None, /
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, sinks: Tensor | None = None, /
     ) -> Tensor:
         self.layers.append(layer)
         outputs, at = [], 0
         for sequence, (start, stop) in enumerate(self.ranges):
             rows = slice(at, at + stop - start)
             at = rows.stop
-            keys, values = k[rows], v[rows]
-            if start:
-                before = self._cache[layer, sequence]
-                keys, values = torch.cat((before[0], keys)), torch.cat((before[1], values))
-            self._cache[layer, sequence] = keys, values
+            if k is not None and v is not None:
+                new = k[rows], v[rows]
+                before = self._cache[layer, sequence] if start else (k[:0], v[:0])
+                self._cache[layer, sequence] = torch.cat((before[0], new[0])), torch.cat((before[1], new[1]))
+            keys, values = self._cache[layer, sequence]
             query, key = torch.arange(start, stop)[:, None], torch.arange(stop)
             mask = key <= query
             if (window := self._spec.windows[layer]) is not None:

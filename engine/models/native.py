@@ -281,9 +281,9 @@ class NativeBuilder:
 
     def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> CausalModel:
         """A tied head in a small form is the embedding's only copy, but for a `FusedDecoder`. Where some of the layers
-        have states or one part only, or attend to latent vectors, the kernels compute products, MLPs, attention and
-        recurrences call by call, and torch's operators the rest."""
-        whole = not spec.without_mixer and not spec.without_mlp
+        have states or one part only, or attend to latent vectors, or are not plain, the kernels compute products, MLPs,
+        attention and recurrences call by call, and torch's operators the rest."""
+        whole = spec.is_plain and not spec.without_mixer and not spec.without_mlp
         if spec.state_layers is not None or spec.latent is not None or not whole:
             layers = with_native_mlps(self.library, spec, parts.pop("layers"))
             return FusedDecoder(spec, dtype, layers=with_native_recurrences(self.library, layers), **parts)

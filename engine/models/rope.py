@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.errors import UnsupportedModel
 
-_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 _KNOWN_KEYS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
     "beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "partial_rotary_factor",
@@ -126,6 +126,10 @@ def rope_spec(
     part = parameters.get("partial_rotary_factor")
     part = 1.0 if part is None else part
     rotated = int(head_dim * part)
+    if kind == "proportional":  # the dimensions that stay as they are have frequencies, too: zeros
+        if not 0 <= part <= 1:
+            raise UnsupportedModel(f"partial_rotary_factor is {part}, but must be from 0 to 1")
+        rotated = head_dim
     if part != 1.0 and not partial:
         raise UnsupportedModel(f"partial_rotary_factor {part} is not supported for {config.model_type} models")
     if rotated % 2 or not 2 <= rotated <= head_dim:

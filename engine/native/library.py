@@ -127,13 +127,13 @@ class NativeLibrary:
 
     def attend(
         self, cache: Any, activations: ElementKind, heads: int, scale: float, layer: Any, group: int,
-        qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, space: Any,
+        q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, space: Any,
     ) -> None:  # fmt: skip
-        """Store k and v, then attend; all contiguous. `group`: address of the step's AttentionGroup."""
-        q, k, v = qkv
+        """Store k and v, if there are any, then attend; all contiguous. `group`: address of the step's
+        AttentionGroup."""
         self._library.tm_attend(
             self.threads, ctypes.byref(cache), activations, heads, scale, ctypes.byref(layer),
-            group, q.shape[0], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), ctypes.byref(space),
+            group, q.shape[0], q.data_ptr(), _at(k), _at(v), out.data_ptr(), ctypes.byref(space),
         )  # fmt: skip
 
     def scan(self, activations: ElementKind, recurrence: Any, scan: Any) -> None:

@@ -68,8 +68,9 @@ class LeaderAttention:
         return LeaderStep(batch, self.inner.prepare(batch))
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: LeaderStep, sinks: Tensor | None = None
-    ) -> Tensor:
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, step: LeaderStep,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """See `AttentionBackend.attend`; of the leader's heads."""
         return self.inner.attend(layer, q, k, v, scale, step.prepared, sinks)
 

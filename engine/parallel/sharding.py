@@ -61,6 +61,12 @@ class Share:
                 "--expert-parallel out"
             )
 
+        if not self.spec.is_plain:
+            raise UnsupportedModel(
+                f"{self.spec.architecture}, whose layers differ, can't be shared by several devices yet; leave "
+                "--tensor-parallel and --expert-parallel out"
+            )
+
         def uneven(size: int) -> str | None:
             return _uneven(self.spec, size, expert_parallel=self.expert_parallel)
 

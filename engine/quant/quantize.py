@@ -103,6 +103,8 @@ def _fused(path: Path, what: str) -> tuple[DecoderSpec, str]:
         raise UnsupportedModel(f"{opened.config.model_type} models can't be {what}: their attention is latent")
     if opened.decoder.state_layers is not None:
         raise UnsupportedModel(f"{opened.config.model_type} models can't be {what}: some of their layers have states")
+    if not opened.decoder.is_plain:
+        raise UnsupportedModel(f"{opened.config.model_type} models can't be {what}: their layers differ")
     prefixes, names = opened.decoder.weight_prefixes, opened.weights.names
     return opened.decoder, next((p for p in prefixes if f"{p}embed_tokens.weight" in names), prefixes[0])
 

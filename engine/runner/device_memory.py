@@ -78,9 +78,9 @@ class _AttendToNothing:
         self._segments = Segments(zero, one * tokens, zero + NO_SLOT, one, 0)
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None, /
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, sinks: Tensor | None = None, /
     ) -> Tensor:
-        return q.new_zeros(*q.shape[:2], v.shape[2])
+        return q.new_zeros(*q.shape[:2], (q if v is None else v).shape[2])
 
     def scan(self, layer: int, operator: StateOperator, *inputs: Tensor) -> Tensor:
         return operator(empty_states(self._spec.states[layer], 2, inputs[0].device), self._segments, *inputs)

@@ -55,14 +55,15 @@ def _control_group(name: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def layer_token_bytes(spec: ModelSpec, kv_dtype: KVDType = "auto", *, native: bool = False) -> int:
-    """Return the bytes of one token's keys and values in one layer; in int8 and fp8 each head's K and V have a float32
+def layer_token_bytes(spec: ModelSpec, layer: int, kv_dtype: KVDType = "auto", *, native: bool = False) -> int:
+    """Return the bytes of one token's keys and values in a layer; in int8 and fp8 each head's K and V have a float32
     scale. `native`: in the native kernels' cache, which has keys and values in different orders, and so stores values
     that are a part of the keys (`ModelSpec.latent_dim`) once more."""
     small = kv_dtype in ("int8", "fp8")
-    dims = (spec.head_dim,) if spec.latent_dim and not native else (spec.head_dim, spec.value_dim)
+    num_heads, dim = spec.kv_shape(layer)
+    dims = (dim,) if spec.latent_dim and not native else (dim, spec.latent_dim or dim)
     heads = (dim + torch.float32.itemsize if small else dim * spec.dtype.itemsize for dim in dims)
-    return spec.num_kv_heads * sum(heads)
+    return num_heads * sum(heads)
 
 
 def block_bytes(
@@ -71,7 +72,8 @@ def block_bytes(
     """Return the bytes of one block of the group in all of its layers. `native`: as of `layer_token_bytes`."""
     if group.snapshot_blocks is not None:
         return sum(shape.nbytes for layer in group.layers for shape in spec.states[layer])
-    return len(group.layers) * layer_token_bytes(spec, kv_dtype, native=native) * block_size
+    tokens = (layer_token_bytes(spec, layer, kv_dtype, native=native) for layer in group.layers)
+    return sum(tokens) * block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,8 @@ def plan_cache(
         group = CacheGroup(layers, window, 0)
         size = block_bytes(spec, group, cache.block_size, kv_dtype, native=native)
         if draft is not None and window is None:
-            size += len(draft.attending_layers) * layer_token_bytes(draft, kv_dtype, native=native) * cache.block_size
+            drafts = (layer for layers in draft.window_layers.values() for layer in layers)
+            size += sum(layer_token_bytes(draft, layer, kv_dtype, native=native) for layer in drafts) * cache.block_size
 
         def blocks(tokens: int, window: int | None = window) -> int:
             # A window's blocks: the window of its first query, the chunk, and one for the unaligned edges.

@@ -30,15 +30,18 @@ class DenseAttend:
         self.cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
-        out, at = q.new_empty(*q.shape[:2], v.shape[2]), 0
+        out, at = q.new_empty(*q.shape[:2], (q if v is None else v).shape[2]), 0
         for sequence, start, stop in self.step:
-            keys, values = self.cache.get((layer, sequence), (k[:0], v[:0]))
-            assert len(keys) == start, "chunks must follow each other"
             count = stop - start
-            keys, values = torch.cat((keys, k[at : at + count])), torch.cat((values, v[at : at + count]))
-            self.cache[layer, sequence] = keys, values
+            if k is not None and v is not None:
+                keys, values = self.cache.get((layer, sequence), (k[:0], v[:0]))
+                assert len(keys) == start, "chunks must follow each other"
+                keys, values = torch.cat((keys, k[at : at + count])), torch.cat((values, v[at : at + count]))
+                self.cache[layer, sequence] = keys, values
+            keys, values = self.cache[layer, sequence]
+            assert len(keys) == stop
             query, key = torch.arange(start, stop)[:, None], torch.arange(stop)
             window = self.windows[layer]
             hidden = (key > query) | (key <= query - (window or stop))

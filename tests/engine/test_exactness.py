@@ -37,6 +37,8 @@ FALLBACKS = ("gpt2", "phi")
 LATENT = ("deepseek-v2", "deepseek-v3", "deepseek-v3-halves", "glm4-moe-lite", "minicpm3")
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe-mixed", "glm4-moe-grouped", "gpt-oss")
 STATES = ("qwen3-next", "qwen3.5-moe", "lfm2-moe", "granite4-mamba", "nemotron-h")
+SHAPES = ("gemma4", "gemma4-small")
+"""Whose layers differ in their heads."""
 NUM_PROMPTS = {1: 8, 7: 20, 64: 70}
 
 TinyModel = Callable[[str], Path]
@@ -107,7 +109,7 @@ def test_every_cut_of_the_work_gives_the_same_tokens(
         *("llama", "gemma3"),
         *(
             pytest.param(each, marks=pytest.mark.exhaustive)
-            for each in ("qwen3", "gpt2", "mixtral", "qwen2-moe", "gpt-oss", "deepseek-v2", *NEWER)
+            for each in ("qwen3", "gpt2", "mixtral", "qwen2-moe", "gpt-oss", "deepseek-v2", *SHAPES, *NEWER)
         ),
     ],
 )
@@ -137,6 +139,7 @@ def test_every_path_gives_the_same_tokens(
         "gpt-oss",
         "qwen3.5",
         "deepseek-v2",
+        *SHAPES,
         *(
             pytest.param(each, marks=pytest.mark.exhaustive)
             for each in (
@@ -166,6 +169,7 @@ def test_every_family_is_as_exact(
         "glm4-moe-grouped",
         "qwen3.5",
         "deepseek-v3",
+        *SHAPES,
         *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("qwen3-moe-mixed", "nemotron-h", *NEWER)),
     ],
 )

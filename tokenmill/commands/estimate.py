@@ -328,12 +328,9 @@ def _lower_bound(
         least = bound(
             ModelShape(
                 spec.num_parameters,
-                len(spec.attending_layers),
-                spec.num_kv_heads,
-                spec.head_dim,
+                spec.kv_elements,
                 bytes_per_parameter=bytes_per_parameter,
                 active_parameters=spec.num_active_parameters,
-                caches_values=not spec.latent_dim,
                 state_bytes=sum(shape.nbytes for layer in spec.states for shape in layer),
             ),
             HARDWARE[name],

@@ -13,7 +13,7 @@ _NORMS_BEFORE: NormNames = ("input_layernorm", None, "post_attention_layernorm",
 
 NORMS_BEHIND: NormNames = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
-_NORMS_AROUND: NormNames = (
+NORMS_AROUND: NormNames = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
 )  # fmt: skip
 
@@ -313,7 +313,7 @@ def gemma3(config: Any) -> DecoderSpec:
         output_bias=bias,
         qk_norm="head",
         norm_offset=True,
-        norms=_NORMS_AROUND,
+        norms=NORMS_AROUND,
         attention_scale=text.query_pre_attn_scalar**-0.5,
         embedding_scale=text.hidden_size**0.5,
         final_softcap=text.final_logit_softcapping,

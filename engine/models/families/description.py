@@ -118,15 +118,17 @@ def decoder_spec(
         ropes = (*ropes, no_rope(rotated_dim, unrotated_growth))
         fields["layer_ropes"] = tuple(0 if rotates else len(ropes) - 1 for rotates in rotated)
     _check_numbers(fields)
-    for rope in ropes:
-        # Kernels read rows of as many.
-        if (width := 2 * (len(rope.inverse_frequencies) + rope.passing)) != rotated_dim:
-            raise UnsupportedModel(f"heads have {rotated_dim} dimensions, but their positions rotate {width}")
     windows = fields["windows"]
     if (given := min(map(len, (windows, fields["layer_ropes"], rotated or windows)))) != config.num_hidden_layers:
         raise UnsupportedModel(
             f"the config describes {given} layers, but num_hidden_layers is {config.num_hidden_layers}"
         )
+    shapes = fields.get("layer_shapes") or ()
+    for layer, kind in enumerate(fields["layer_ropes"]):
+        # Kernels read rows of as many.
+        dim = shapes[layer].head_dim if shapes else rotated_dim
+        if (width := 2 * (len(ropes[kind].inverse_frequencies) + ropes[kind].passing)) != dim:
+            raise UnsupportedModel(f"heads have {dim} dimensions, but their positions rotate {width}")
     if any(window is not None and window < 1 for window in windows):
         raise UnsupportedModel(f"sliding_window is {min(w for w in windows if w is not None)}, but must be 1 or more")
     if any(window is not None and window >= _MAX_POSITIONS for window in windows):

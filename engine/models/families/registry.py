@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from engine.models.decoder import DecoderSpec
-from engine.models.families import delta, dense, latent, mamba, mixtures, short_conv
+from engine.models.families import delta, dense, gemma4, latent, mamba, mixtures, short_conv
 
 Family = Callable[[Any], DecoderSpec]
 
@@ -33,6 +33,8 @@ _FAMILIES: Mapping[str, Family] = {
     "gemma": dense.gemma,
     "gemma3": dense.gemma3,
     "gemma3_text": dense.gemma3,
+    "gemma4_text": gemma4.gemma4,
+    "gemma4_unified_text": gemma4.gemma4,
     "glm": dense.glm,
     "glm4": dense.glm4,
     "glm4_moe": mixtures.glm4_moe,
@@ -93,6 +95,8 @@ _VISUAL = ("model.visual.", "visual.")
 _CONNECTED = ("model.vision_model.", "model.connector.")
 _NEWLINE = ("model.image_newline", "image_newline")
 IMAGE_MODELS: Mapping[str, tuple[str, ...]] = {
+    "gemma4": gemma4.MEDIA_WEIGHTS,
+    "gemma4_unified": gemma4.MEDIA_WEIGHTS,
     "glm4v": _VISUAL,
     "glm4v_moe": _VISUAL,
     "idefics3": _CONNECTED,

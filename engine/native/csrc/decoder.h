@@ -311,7 +311,7 @@ void forward(Team* team, int32_t member, const DecoderShape* shape, const Layer*
 }
 
 // Attention alone, for models whose layers are computed elsewhere. q [tokens][heads][head_dim], k likewise with kv_heads;
-// v [tokens][kv_heads][value_dim], out likewise with heads. All in the activations' kind.
+// v [tokens][kv_heads][value_dim], out likewise with heads. All in the activations' kind. Without k nothing is stored.
 void attend(Team* team, int32_t member, const CacheShape* cache, int32_t activations, int32_t heads, float scale,
             const Layer* layer, const AttentionGroup* group, int32_t tokens, const void* q, const void* k,
             const void* v, void* out, const Workspace* space) {
@@ -320,7 +320,7 @@ void attend(Team* team, int32_t member, const CacheShape* cache, int32_t activat
     const int64_t value_width = int64_t(cache->kv_heads) * cache->value_dim;
     float* line = (float*)(space->thread_space + member * space->thread_bytes);
     const int element = activations == KIND_F32 ? 4 : 2;
-    me.share_rows(tokens, 4, [&](int first, int last) {
+    if (k) me.share_rows(tokens, 4, [&](int first, int last) {
         for (int t = first; t < last; t++) {
             read_operand(activations, (const uint8_t*)k + t * width * element, int(width), line);
             read_operand(activations, (const uint8_t*)v + t * value_width * element, int(value_width), line + width);

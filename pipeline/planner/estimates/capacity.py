@@ -49,19 +49,15 @@ class ModelShape:
     Attributes:
         bytes_per_parameter: 2 for 16-bit, 1 for 8-bit, 0.5 for 4-bit.
         active_parameters: that a token is computed with, in a mixture of experts; None: all.
-        layers: that attend.
-        caches_values: apart from keys; not with latent attention.
+        kv_elements: of one token's keys and values, in all layers.
         state_bytes: of a sequence, in layers with states instead of keys and values.
     """
 
     parameters: int
-    layers: int
-    kv_heads: int
-    head_dim: int
+    kv_elements: int
     bytes_per_parameter: float = 2.0
     bytes_per_kv_element: float = 2.0
     active_parameters: int | None = None
-    caches_values: bool = True
     state_bytes: int = 0
 
     @property
@@ -77,8 +73,8 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Keys and values of all layers that attend; kv_heads, not heads, with grouped-query attention."""
-        return (1 + self.caches_values) * self.layers * self.kv_heads * self.head_dim * self.bytes_per_kv_element
+        """Keys and values of all layers that attend."""
+        return self.kv_elements * self.bytes_per_kv_element
 
 
 class DoesNotFit(ValueError):

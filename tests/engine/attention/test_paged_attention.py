@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention import AttentionBackend, AttentionBatch, KVLayout, make_backend
+from engine.attention.base import CapturableAttention
 from engine.attention.storage import KVStorage
 from engine.errors import EngineError
+from engine.models.base import KVShape
 from engine.native.structs import ElementKind
 from engine.plan import BlockCopy, CacheGroup
 from tests.native_paths import PATHS, native_path
@@ -176,6 +180,59 @@ def test_zeroed_blocks_are_zero_in_every_layer_of_the_group(name: str) -> None:
             assert bool((tensor[[1, 3]] == 0).all())
             assert bool(tensor[2].isnan().all())
     assert bool(storage.keys[1].isnan().all())
+
+
+def test_groups_of_several_shapes_have_backends_of_their_own() -> None:
+    # Given layers of two shapes, each of whose tokens is stored twice: by all shapes at once, and by its own alone
+    layout = KVLayout(
+        (CacheGroup((1, 3), None, 4), CacheGroup((0,), 8, 4), CacheGroup((2,), 2, 4)), 4, 1, 24, 4,
+        shapes=(KVShape(1, 24), KVShape(2, 16), KVShape(2, 16)),
+    )  # fmt: skip
+    whole = backend_of("reference", layout, torch.float32)
+    alone = {
+        group: backend_of("reference", KVLayout((layout.groups[group],), 4, *layout.shapes[group], 4), torch.float32)
+        for group in range(3)
+    }
+    assert whole.name == "reference"
+    assert isinstance(whole, CapturableAttention)
+    tables, slots = [np.array([[3, 1]], np.int32), np.array([[1, 2]], np.int32)], np.arange(5)
+    slots_of = [table[0, slots // 4] * 4 + slots % 4 for table in tables]
+    batch = AttentionBatch(
+        np.zeros(1, np.int32), np.array([5], np.int32), 0, (tables[0], tables[1], tables[0]),
+        (slots_of[0], slots_of[1], slots_of[0]),
+    )  # fmt: skip
+    torch.manual_seed(3)
+    parts = {
+        layer: [torch.randn(5, heads, layout.shapes[group].head_dim) for heads in (4, *2 * layout.shapes[group][:1])]
+        for group, owned in enumerate(layout.groups)
+        for layer in owned.layers
+    }
+
+    def check() -> None:
+        step = whole.prepare(batch)
+        reserved = whole.reserve(int(batch.counts.sum()), 1, batch.num_decodes, mixed=True, table_width=2)
+        whole.refill(reserved, batch)
+        for group, owned in enumerate(layout.groups):
+            table, slots = batch.block_tables[group], batch.slot_mapping[group]
+            own = alone[group].prepare(replace(batch, block_tables=(table,), slot_mapping=(slots,)))
+            for layer in owned.layers:
+                want = alone[group].attend(layer, *parts[layer], 0.3, own)
+                for each in (step, reserved):
+                    torch.testing.assert_close(whole.attend(layer, *parts[layer], 0.3, each), want)
+
+    # When they attend, then both give the same, and so they do once blocks of a group were zeroed and copied.
+    check()
+    for group, own in alone.items():
+        for backend, number in ((whole, group), (own, 0)):
+            backend.zero(number, [1])
+            backend.copy(number, [BlockCopy(number, 3 if group != 1 else 1, 2, 2)])
+    starts = np.full(1, 4, np.int32)
+    at = tuple(slots[4:] for slots in batch.slot_mapping)
+    batch = replace(batch, starts=starts, counts=np.ones(1, np.int32), num_decodes=1, slot_mapping=at)
+    parts = {layer: [part[4:] for part in own] for layer, own in parts.items()}
+    check()
+    batch = replace(batch, block_tables=tuple(np.array([[2, 1]], np.int32) for _ in range(3)))
+    check()
 
 
 KINDS = [

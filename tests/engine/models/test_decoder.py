@@ -26,7 +26,7 @@ FUSED = (
     "qwen3-sliding", "gemma", "gemma3", "gemma3-softcap", "ministral", "cwm", "seed-oss", "smollm3", "ernie4.5",
     "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
     "cohere2", "hyperclovax", "internlm3", "ministral3", "hunyuan", "youtu", "minicpm3", "granite4", "arcee",
-    "nemotron", "starcoder2", "mixtral",
+    "nemotron", "starcoder2", "gemma4", "gemma4-small", "mixtral",
     "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "olmoe", "granite-moe", "dots1", "ernie4.5-moe", "glm4-moe",
     "glm4-moe-grouped", "gpt-oss", "llama4", "llama4-yarn", "llama4-plain", "hunyuan-moe", "hy-v3", "minimax-m2",
     "exaone-moe", "solar-open", "mellum", "flex-olmo", "cohere2-moe", "cohere2-moe-sigmoid", "deepseek-v2",
@@ -107,12 +107,14 @@ def test_the_spec_describes_the_model(family, tiny_model, tiny_models):
         b.numel() for name, b in reference.named_buffers() if name.endswith(("correction_bias", "expert_bias"))
     )
     assert spec.num_parameters == sum(p.numel() for p in reference.parameters()) + corrections
-    mixes = getattr(config, "num_experts_per_tok", None) is not None and family != "nemotron-h-dense"
+    sparse = ("num_experts_per_tok", "hidden_size_per_layer_input")
+    mixes = any(getattr(config, name, None) for name in sparse) and family != "nemotron-h-dense"
     assert (spec.num_active_parameters is None) == (not mixes)
     assert spec.num_active_parameters is None or spec.num_active_parameters < spec.num_parameters
     assert (spec.num_layers, spec.num_heads) == (config.num_hidden_layers, config.num_attention_heads)
     latent = family in tiny_models.LATENT
-    assert (spec.num_kv_heads, spec.vocab_size) == (1 if latent else config.num_key_value_heads, config.vocab_size)
+    heads = config.per_layer_config[0].num_key_value_heads
+    assert (spec.num_kv_heads, spec.vocab_size) == (1 if latent else heads, config.vocab_size)
     assert (spec.head_dim, spec.latent_dim) == (28, 20) if latent else spec.latent_dim == 0
     assert spec.eos_token_ids == (2,)
     assert spec.architecture == type(reference).__name__
@@ -159,6 +161,15 @@ _CLIP = {**_VISION, "image_size": 28, "patch_size": 14}
 _QWEN_VISION = {"depth": 1, "hidden_size": 16, "embed_dim": 16, "intermediate_size": 16, "num_heads": 2}
 _HALF_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 _MIXTURE = {"moe_intermediate_size": 24, "num_experts_per_tok": 3, "n_routed_experts": 6, "num_experts": 6}
+_GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "attention_k_eq_v": True,
+    "rope_parameters": None,
+}
 IMAGE_MODELS = {
     "internvl": ("qwen2", {"model_type": "internvl_vision", **_VISION, "image_size": [28, 28], "patch_size": [14, 14]}),
     "llava": ("llama", {"model_type": "clip_vision_model", **_CLIP}),
@@ -168,6 +179,12 @@ IMAGE_MODELS = {
     "llama4": ("llama4", {**_CLIP, **dict.fromkeys(("vision_output_dim", "projector_output_dim"), 32)}),
     "llava_next": ("mistral", {"model_type": "clip_vision_model", **_CLIP}),
     "llava_onevision": ("qwen2", {"model_type": "siglip_vision_model", **_CLIP}),
+    "gemma4": ("gemma4", {"model_type": "gemma4_vision", **_VISION, "num_key_value_heads": 2, "head_dim": 8}),
+    "gemma4 with inputs of its layers": (
+        "gemma4-small",
+        {"model_type": "gemma4_vision", **_VISION, "num_key_value_heads": 2, "head_dim": 8},
+    ),
+    "gemma4_unified": ({**_GEMMA4, "use_bidirectional_attention": "vision"}, {"mm_posemb_size": 8}),
     "idefics3": ("llama", _CLIP),
     "smolvlm": ("llama", _CLIP),
     "glm4v": ({}, {**_QWEN_VISION, "out_hidden_size": 64, **_CLIP}),
@@ -201,7 +218,7 @@ def test_the_text_half_of_another_image_model_is_loaded(outer, tmp_path, tiny_mo
     else:
         text = tiny_models.make_config(family).to_dict()
     config = AutoConfig.for_model(
-        outer.split()[0], text_config=text, vision_config=vision, tie_word_embeddings=False, image_token_id=256
+        outer.split()[0], text_config=text, vision_config=vision, tie_word_embeddings=False, image_token_id=257
     )
     torch.manual_seed(0)
     full = AutoModelForImageTextToText.from_config(config).eval()
@@ -248,6 +265,10 @@ REFUSED = {
     r"moe_layers is \[3\], but there are 3 layers": ("llama4", {"moe_layers": [3]}),
     "attn_logit_softcapping": ("gemma3", {"attn_logit_softcapping": 50.0}),
     "use_bidirectional_attention": ("gemma3", {"use_bidirectional_attention": True}),
+    "is_causal=False": ("gemma4", {"use_bidirectional_attention": "all"}),
+    "layers that differ in intermediate_size": ("gemma4", {"per_layer_config": {"0": {"intermediate_size": 40}}}),
+    "num_key_value_heads of full_attention layers is 0": ("gemma4", {"num_global_key_value_heads": 0}),
+    "4 attention heads can't share 3": ("gemma4", {"num_global_key_value_heads": 3}),
     "final_logit_softcapping": ("llama", {"final_logit_softcapping": 30.0}),
     "clip_qkv": ("llama", {"clip_qkv": 8.0}),
     "no_rope_layers": ("llama", {"no_rope_layers": [1, 0, 1]}),

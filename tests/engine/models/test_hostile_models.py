@@ -42,6 +42,8 @@ LONG_ROPE = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 1e12}
+
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
 
 
@@ -71,6 +73,9 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_pos
         ("gemma3", {"sliding_window": -3}),
         ("mistral", {"sliding_window": 2**32 + 3}),
         ("glm", {"head_dim": 17}),
+        ("gemma4", {"per_layer_config": {"1": {"head_dim": 10**12}, "3": {"head_dim": 10**12}}}),
+        ("gemma4", {"per_layer_config": {"1": {"head_dim": 40}}}),
+        ("gemma4", {"rope_parameters": {"full_attention": PROPORTIONAL, "sliding_attention": PROPORTIONAL}}),
         *(
             ("llama", {"rope_parameters": YARN | {"attention_factor": factor}})
             for factor in ("x", {}, 0, 1e30, float("nan"))

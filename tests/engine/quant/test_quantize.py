@@ -265,6 +265,8 @@ def test_models_that_can_not_be_written_are_refused(tiny_model: Callable[[str], 
         smoothing_factors(tiny_model("phi"), [[3, 4]], torch.float32)
     with pytest.raises(UnsupportedModel, match="olmo2 can't be smoothed: no norms feed its products"):
         smoothing_factors(tiny_model("olmo2"), [[3, 4]], torch.float32)
+    with pytest.raises(UnsupportedModel, match="gemma4_text models can't be smoothed: their layers differ"):
+        smoothing_factors(tiny_model("gemma4"), [[3, 4]], torch.float32)
 
 
 @pytest.mark.parametrize("family", ["llama-bias", "gemma3", "glm4"])

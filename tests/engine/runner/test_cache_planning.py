@@ -14,10 +14,10 @@ from engine.attention.native import NativeStorage
 from engine.attention.storage import KVStorage
 from engine.config import CacheConfig, EngineConfig, KVDType, ScheduleConfig
 from engine.engine import Engine
-from engine.models.base import ModelSpec
+from engine.models.base import KVShape, ModelSpec
 from engine.native.structs import ElementKind
 from engine.plan import CacheGroup
-from engine.runner.memory import plan_cache
+from engine.runner.memory import block_bytes, plan_cache
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
@@ -61,6 +61,20 @@ def test_an_fp8_pool_is_planned_as_it_is_stored() -> None:
     storage = KVStorage(KVLayout((replace(group, num_blocks=8),), 32, SPEC.num_kv_heads, SPEC.head_dim), FP8, CPU)
     stored = (*storage.keys, *storage.values, *storage.key_scales, *storage.value_scales)
     assert (group.num_blocks - 1) * sum(tensor.nbytes for tensor in stored) // 8 == pytest.approx(BUDGET, rel=0.01)
+
+
+def test_groups_of_several_shapes_are_planned_each_by_its_own() -> None:
+    # Given full-attention layers with one head of 128, and others with two of 64: as many bytes a token
+    shapes = (KVShape(1, 128), KVShape(2, 64)) * 2
+    spec = replace(SPEC, kv_shapes=shapes)
+    group = CacheGroup((0, 2), None, 0)
+    assert block_bytes(spec, group, 32) == block_bytes(SPEC, group, 32)
+    # When they have four heads, then their blocks alone are four times as large, and int8's scales one for each head
+    wide = replace(SPEC, kv_shapes=(KVShape(4, 128), KVShape(2, 64)) * 2)
+    assert block_bytes(wide, group, 32) == 2 * 32 * 4 * 2 * 256
+    assert block_bytes(wide, group, 32, "int8") == 2 * 32 * 4 * 2 * (128 + 4)
+    assert block_bytes(wide, CacheGroup((1, 3), 64, 0), 32) == block_bytes(SPEC, CacheGroup((1, 3), 64, 0), 32)
+    assert wide.kv_elements == 2 * (4 * 2 * 128 + 2 * 2 * 64)
 
 
 LATENT = replace(SPEC, num_kv_heads=1, head_dim=72, latent_dim=64)

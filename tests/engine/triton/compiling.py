@@ -120,9 +120,13 @@ def shapes(capability: int) -> None:
     for dtype, cache, head_dim in dtypes:
         attention(capability, dtype, cache, head_dim, steps, window=None)
     attention(capability, torch.float16, torch.float16, 80, steps, window=48)
+    attention(capability, torch.float16, torch.float16, 512, steps, window=None)  # Gemma 4's
     attention(capability, torch.float16, torch.float16, 64, steps, window=128, sinks=torch.zeros(8))
     layout = KVLayout((CacheGroup((0,), None, 8),), 32, 1, 576, 20, latent_dim=512)  # DeepSeek's
-    for dtype, cache in [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, FP8)] if capability == 90 else dtypes[-1:]:
+    latent = [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, FP8)] if capability == 90 else []
+    if 80 <= capability < 90:  # an older device has too little shared memory for it
+        latent = [(torch.float16, torch.float16)]
+    for dtype, cache in latent:
         backend = TritonPagedAttention(layout, cache, CPU, processors=132, shared=SHARED[capability])
         for step in steps:
             q = torch.zeros(int(step.counts.sum()), 20, 576, dtype=dtype)

@@ -13,8 +13,8 @@ from pipeline.planner.tokens import TemplateTokens, TokenEstimator
 from schemas.requests.errors import RowErrorCode
 from schemas.requests.parsing import RERANK_URL, parse_body
 
-LLAMA_70B = ModelShape(parameters=70_000_000_000, layers=80, kv_heads=8, head_dim=128)
-LLAMA_8B = ModelShape(parameters=8_030_000_000, layers=32, kv_heads=8, head_dim=128)
+LLAMA_70B = ModelShape(parameters=70_000_000_000, kv_elements=80 * 2 * 8 * 128)
+LLAMA_8B = ModelShape(parameters=8_030_000_000, kv_elements=32 * 2 * 8 * 128)
 
 
 def data(tools: Any) -> bytes:
@@ -90,12 +90,12 @@ def test_what_a_template_adds_depends_on_whether_it_brings_a_system_message_of_i
 
 @pytest.mark.parametrize(("billions", "gigabytes"), [(7, 14), (13, 26), (70, 140), (405, 810)])
 def test_weights_in_16_bits(billions: int, gigabytes: int) -> None:
-    assert ModelShape(billions * 10**9, 1, 1, 1).weight_bytes == gigabytes * 10**9
+    assert ModelShape(billions * 10**9, 2).weight_bytes == gigabytes * 10**9
 
 
 def test_a_mixture_computes_with_its_active_parameters_and_reads_more_with_each_sequence() -> None:
     # Given a mixture a tenth of whose parameters compute a token
-    dense = ModelShape(30 * 10**9, 48, 4, 128)
+    dense = ModelShape(30 * 10**9, 48 * 2 * 4 * 128)
     mixture = replace(dense, active_parameters=3 * 10**9)
     # Then a token is a tenth of the work, one sequence reads a tenth, two less than twice that, and many read all
     assert compute_seconds(mixture, HARDWARE["h100"], 1000) == pytest.approx(
@@ -109,7 +109,7 @@ def test_a_mixture_computes_with_its_active_parameters_and_reads_more_with_each_
 
 def test_states_take_the_same_room_and_time_however_long_a_sequence_is() -> None:
     # Given a model of which a quarter of the layers attend, and the others have states of 75 MB
-    keys = ModelShape(8 * 10**9, 12, 2, 256)
+    keys = ModelShape(8 * 10**9, 12 * 2 * 2 * 256)
     states = replace(keys, state_bytes=75 * 10**6)
     # Then a sequence needs as much more room as 3052 tokens, and each step reads and writes it
     assert 75e6 / keys.kv_bytes_per_token == pytest.approx(3052, abs=1)
