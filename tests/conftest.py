@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -19,6 +20,10 @@ from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.servers.plugin"]
 
+# Imports and the collection of tests make a million objects that stay: traversing them is a third of that time, and
+# again of many a test's. See `pytest_collection_finish`.
+gc.disable()
+
 # Triton chooses its interpreter when it is first imported, which any library that is tested may do.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -31,16 +36,23 @@ settings.register_profile(
 settings.load_profile("unhurried")
 
 
-def _in_between() -> re.Pattern[str]:
-    """Names of tests that run on one of the kernels' instruction sets, neither the least nor this processor's best."""
+def _lesser_sets() -> list[str]:
+    """The kernels' instruction sets that this processor has, but for its best."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set[str]()
-    above_avx2 = {"avx512": "avx512bw", "avx512_bf16": "avx512_bf16", "amx": "amx_tile"}
-    names = [name for name, flag in above_avx2.items() if flag in flags][:-1]
+    features = {"avx2": "avx2", "avx512": "avx512bw", "avx512_bf16": "avx512_bf16", "amx": "amx_tile"}
+    return [name for name, feature in features.items() if feature in flags][:-1]
+
+
+def _run_on(names: list[str]) -> re.Pattern[str]:
+    """Names of tests that run on one of these instruction sets."""
     return re.compile(rf"(?<![a-z0-9_])({'|'.join(names) or '(?!)'})(?![a-z0-9_])")
 
 
-IN_BETWEEN = _in_between()
+LESSER = _lesser_sets()
+ON_LESSER, ON_IN_BETWEEN = _run_on(LESSER), _run_on(LESSER[1:])
+WHOLE_MODELS = {"test_exactness.py", "test_families.py", "test_native_engine.py", "test_small_models.py"}
+"""Files of tests that run models on each instruction set; other files test the kernels one by one."""
 
 
 def pytest_configure() -> None:
@@ -54,13 +66,23 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the files with the most slow tests first: the processes that share the files then end at about one time.
 
-    Of the kernels' instruction sets, the least and this processor's best are tested; those between are exhaustive.
+    Of the kernels' instruction sets, the least and this processor's best are tested, whole models on the best only; the
+    others are exhaustive.
     """
     for item in items:
-        if IN_BETWEEN.search(item.name):
+        if (ON_LESSER if item.path.name in WHOLE_MODELS else ON_IN_BETWEEN).search(item.name):
             item.add_marker(pytest.mark.exhaustive)
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # extensions report what is left at the end
 
 
 @pytest.fixture(autouse=True)

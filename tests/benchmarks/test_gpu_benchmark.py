@@ -137,7 +137,7 @@ def test_given_a_stage_that_hangs_or_fails_when_it_runs_apart_then_the_file_says
     assert "did not end within" in report.read(tmp_path)["stages"]["machine"]["error"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_given_no_time_is_left_when_a_stage_runs_then_its_parts_are_skipped_one_by_one(tmp_path: Path) -> None:
     late = Context(torch.device("cpu"), dry=True, deadline=time.monotonic(), folder=tmp_path)
 

@@ -173,7 +173,7 @@ def test_every_family_is_as_exact(
         *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("qwen3-moe-mixed", "nemotron-h", *NEWER)),
     ],
 )
-@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("prefix_caching", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_preempted_sequences_go_on_as_if_nothing_happened(
     family: str,
     prefix_caching: bool,

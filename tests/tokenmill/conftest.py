@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tokenmill.cli import main
+from tokenmill.processes import runtime
 
 TEMPLATE = (
     "{% for m in messages %}<turn>{{ m['role'] }}\n{{ m['content'] }}<end>\n{% endfor %}"
@@ -76,6 +78,14 @@ class CommandResult:
 
     def json(self) -> Any:
         return json.loads(self.out)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def heap_of_the_tests_is_not_frozen() -> Iterator[None]:
+    """A command collects garbage before its work begins: of a process of many tests that takes longer than the test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "gc", SimpleNamespace(collect=int, freeze=int, unfreeze=int))
+        yield
 
 
 @pytest.fixture

@@ -76,6 +76,7 @@ def test_vectors_are_those_of_the_definition(minilm: Path, kit: Any) -> None:
     np.testing.assert_allclose(embedded(minilm, kit, TEXTS[::-1])[::-1], embedded(minilm, kit, TEXTS), atol=1e-6)
 
 
+@pytest.mark.exhaustive  # the library takes long to import; the test above has its arithmetic
 def test_vectors_are_those_of_sentence_transformers(minilm: Path, kit: Any) -> None:
     library = pytest.importorskip("sentence_transformers")
     theirs = library.SentenceTransformer(str(minilm), device="cpu").encode(TEXTS, batch_size=32)
