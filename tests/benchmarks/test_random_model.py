@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
+import gguf
 import pytest
 import random_model
 import torch
@@ -13,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from engine import Engine, EngineConfig, Request, SamplingParams, as_token_ids
 from engine.checkpoints.config import folder_config
 from engine.models.families.registry import fused_family
 
@@ -71,3 +74,33 @@ def test_a_tokenizer_with_more_tokens_than_the_shape_is_refused(
     small_shape(monkeypatch, 2)
     with pytest.raises(ValueError, match=r"3 tokens, and small has 2"):
         random_model.write_random_model("small", tokenizer, tmp_path / "model")
+
+
+def test_a_mixture_as_a_gguf_file_answers_as_its_folder(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a small mixture, and a GGUF file with a tokenizer
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_experts": 8, "moe_intermediate_size": 32, "head_dim": 16}
+    monkeypatch.setitem(random_model.SHAPES, "small", random_model.SHAPES["mixture-32x4"] | small | {"vocab_size": 300})
+    random_model.write_random_model("small", tokenizer, tmp_path / "model")
+    with closing(gguf.GGUFWriter(tmp_path / "words.gguf", "llama")) as writer:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(["a", "b", "c"])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+
+    random_model.write_gguf(tmp_path / "model", tmp_path / "words.gguf", tmp_path / "model.gguf")
+
+    config = EngineConfig(dtype="float32", threads=1, max_model_len=64)
+    request = Request("1", as_token_ids([5, 6, 7]), SamplingParams(max_tokens=20, ignore_eos=True))
+    answers = [
+        completion.choices[0].token_ids.tolist()
+        for name in ("model", "model.gguf")
+        for completion in Engine.load(tmp_path / name, config).run([request])
+    ]
+    assert answers[0] == answers[1]
+    tokens = gguf.GGUFReader(tmp_path / "model.gguf").fields["tokenizer.ggml.tokens"].contents()
+    assert tokens == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="with the tokenizer of a GGUF file"):
+        random_model.write_gguf(tmp_path / "model", tokenizer, tmp_path / "other.gguf")
