@@ -52,6 +52,13 @@ class ChoiceReader:
     def _choices(self, body: ClassifyBody) -> list[TokenIds]:
         known, encoded = self._encoded
         if known != body.choices:
+            most = self._limits.max_model_len - 1  # behind a prompt
+            for at, text in enumerate(body.choices):
+                if excess := self._tokenizer.count_excess(text, most):
+                    message = (
+                        f"choices[{at}] has {excess} tokens at least, but the context holds {most} behind a prompt"
+                    )
+                    raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, f"{message}; shorten it", param="choices")
             encoded = self._tokenizer.encode_batch(body.choices, add_special_tokens=False)
             for at, ids in enumerate(encoded):
                 if not len(ids):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from workers.model.loaded_model import LoadedModel
 from workers.policies.policy import Policies
 from workers.policies.rules import Rules
 from workers.shards.worker import ShardWorker
+from workers.text.tokenizer import Tokenizer
 
 URL = "/v1/classify"
 CHOICES = [" a", " fox jumps", " the lazy dog", "0"]
@@ -141,6 +143,19 @@ def test_what_does_not_fit_is_refused(model: LoadedModel, embedding_model: Path,
     assert rows[2].status is RowStatus.SUCCEEDED
     (row,) = answer(model, {"input": TEXTS, "choices": CHOICES}, limits={"max_embedding_tokens": 20}).values()
     assert "but at most 20 are allowed" in row.error_message
+    encoded: list[str] = []
+    encode = Tokenizer.encode_batch
+
+    def record(tokenizer: Tokenizer, texts: list[str], **how: bool) -> Any:
+        encoded.extend(texts)
+        return encode(tokenizer, texts, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokenizer, "encode_batch", record)
+        (row,) = answer(model, {"input": [[5]], "choices": ["a", " fox" * 500]}).values()
+    assert row.error_code == "context_length_exceeded"
+    assert re.search(r"choices\[1\] has \d+ tokens at least, but the context holds 127", row.error_message)
+    assert " fox" * 500 not in encoded
     encoder = LoadedModel.load(embedding_model, name="tiny", config=EngineConfig(threads=1))
     (row,) = answer(encoder, {"input": "a", "choices": ["a", "b"]}).values()
     assert row.error_code == "unsupported_url"
