@@ -185,7 +185,7 @@ def test_zeroed_blocks_are_zero_in_every_layer_of_the_group(name: str) -> None:
 def test_groups_of_several_shapes_have_backends_of_their_own() -> None:
     # Given layers of two shapes, each of whose tokens is stored twice: by all shapes at once, and by its own alone
     layout = KVLayout(
-        (CacheGroup((1, 3), None, 4), CacheGroup((0,), 8, 4), CacheGroup((2,), 2, 4)), 4, 1, 24, 4,
+        (CacheGroup((1, 3), None, 4), CacheGroup((0,), 8, 4), CacheGroup((2,), 6, 4)), 4, 1, 24, 4,
         shapes=(KVShape(1, 24), KVShape(2, 16), KVShape(2, 16)),
     )  # fmt: skip
     whole = backend_of("reference", layout, torch.float32)
@@ -220,18 +220,20 @@ def test_groups_of_several_shapes_have_backends_of_their_own() -> None:
                 for each in (step, reserved):
                     torch.testing.assert_close(whole.attend(layer, *parts[layer], 0.3, each), want)
 
-    # When they attend, then both give the same, and so they do once blocks of a group were zeroed and copied.
+    # When they attend, then both give the same, and so they do once first blocks were zeroed, and second ones copied.
     check()
     for group, own in alone.items():
+        first, second = batch.block_tables[group][0].tolist()
         for backend, number in ((whole, group), (own, 0)):
-            backend.zero(number, [1])
-            backend.copy(number, [BlockCopy(number, 3 if group != 1 else 1, 2, 2)])
+            backend.zero(number, [first])
+            backend.copy(number, [BlockCopy(number, second, second + 1, 1)])
     starts = np.full(1, 4, np.int32)
     at = tuple(slots[4:] for slots in batch.slot_mapping)
     batch = replace(batch, starts=starts, counts=np.ones(1, np.int32), num_decodes=1, slot_mapping=at)
     parts = {layer: [part[4:] for part in own] for layer, own in parts.items()}
     check()
-    batch = replace(batch, block_tables=tuple(np.array([[2, 1]], np.int32) for _ in range(3)))
+    copied = tuple(np.array([[table[0, 1] + 1, table[0, 1]]], np.int32) for table in batch.block_tables)
+    batch = replace(batch, block_tables=copied)
     check()
 
 
