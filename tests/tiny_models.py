@@ -196,6 +196,9 @@ _GEMMA4_SMALL = {
     "hidden_size_per_layer_input": 32,
     "vocab_size_per_layer_input": 260,
 }
+_GEMMA4_MOE = {
+    **_GEMMA4, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 24,
+}  # fmt: skip
 _LFM2 = {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": False}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -213,6 +216,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", _GEMMA),
     "gemma3-softcap": ("Gemma3TextConfig", {**_GEMMA, "final_logit_softcapping": 5.0}),
     "gemma4": ("Gemma4TextConfig", _GEMMA4),
+    "gemma4-moe": ("Gemma4TextConfig", _GEMMA4_MOE),
     "gemma4-small": ("Gemma4TextConfig", _GEMMA4_SMALL),
     "gemma": ("GemmaConfig", {"head_dim": 16}),
     "ministral": ("MinistralConfig", {**_MIXED_WINDOWS, "head_dim": 16}),
@@ -356,7 +360,7 @@ FUSED = (
     "qwen3-sliding", "gemma", "gemma3", "gemma3-softcap", "ministral", "cwm", "seed-oss", "smollm3", "ernie4.5",
     "helium", "granite", "phi3", "phi3-partial", "glm", "glm4", "olmo2", "olmo3", "exaone4", "cohere", "cohere-norms",
     "cohere2", "hyperclovax", "internlm3", "ministral3", "hunyuan", "youtu", "minicpm3", "granite4", "arcee",
-    "nemotron", "starcoder2", "gemma4", "gemma4-small",
+    "nemotron", "starcoder2", "gemma4", "gemma4-small", "gemma4-moe",
     *MIXTURES,
 )  # fmt: skip
 """Families that the fused decoder computes and whose rotation does not depend on the sequence's length."""

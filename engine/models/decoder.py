@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.base import Attend, KVShape, ModelSpec
-from engine.models.experts import ExpertRows, Experts, ExpertSpec, Mlp, weighted_sum
+from engine.models.experts import ExpertRows, Experts, ExpertSpec, JoinedExperts, Mlp, WholeMixture, weighted_sum
 from engine.models.latent import LatentAttention, LatentSpec
 from engine.models.layer_inputs import LayerInput, LayerInputs, LayerInputSpec, look_up
 from engine.models.rope import RopeSpec, RotaryTable, Rotation
@@ -68,7 +68,7 @@ class DecoderSpec:
         layer_shapes: of all layers, where they differ; empty: none does. See `at`.
         latent: of latent attention; None: each KV head has keys and values of its own.
         intermediate_size: of the dense MLPs.
-        experts: of the layers whose MLP is a mixture; None: none is.
+        experts: of the layers whose MLP is a mixture, or has one beside it; None: none is.
         state_layers: of the layers that have states instead of attention; None: all attend.
         without_mixer: layers that are an MLP only.  without_mlp: layers that have none.
         activation: of the gate, or of MLPs without one.
@@ -159,9 +159,10 @@ class DecoderSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether no layer has a shape or a part that others don't have: what the kernels compute as whole steps, ranks
-        can share, and calibration knows product by product."""
-        return not (self.layer_shapes or self.value_norm or self.layer_scales or self.layer_inputs)
+        """Whether no layer has a shape or a part of its own: what the kernels compute as whole steps, and calibration
+        knows product by product."""
+        joined = self.experts is not None and self.experts.joins_mlp
+        return not (self.layer_shapes or self.value_norm or self.layer_scales or self.layer_inputs or joined)
 
     def at(self, layer: int) -> DecoderSpec:
         """Return the parameters of a decoder whose layers are all like this one."""
@@ -218,12 +219,13 @@ class DecoderSpec:
             mixer, norms = self._mixer_parameters(layer), in_norm + out_norm
         if layer not in self.without_mlp:
             norms += mlp_norm + down_norm
-            if (experts := self.experts) is not None and experts.layers[layer]:
+            experts = self.experts if self.experts is not None and self.experts.layers[layer] else None
+            if experts is not None:
                 chosen = experts.top_k if active else experts.num_experts
                 mlp = experts.num_parameters(h, chosen, has_gates=self.has_gates)
-            else:
+            if experts is None or experts.joins_mlp:
                 up = (1 + self.has_gates) * m
-                mlp = (up + m) * h + (up + h) * self.mlp_bias
+                mlp += (up + m) * h + (up + h) * self.mlp_bias
         return mixer + mlp + norms * h * (1 + self.norm_bias)
 
     def _mixer_parameters(self, layer: int) -> int:
@@ -305,6 +307,7 @@ class Layer:
         output: `DecoderSpec.attended_size`, or of a gated delta net's heads -> hidden.
         input_norm, mlp_norm, output_norm, down_norm: float32 [hidden_size], or [2, hidden_size] with
             `DecoderSpec.norm_bias`, weight and bias; None: there is none.
+        joined: a mixture beside the MLP; None: there is none.
         input: of the layer's own input; None: it has none.
         scale: factor of the layer's output, the residual included.
     """
@@ -316,8 +319,16 @@ class Layer:
     mlp: Mlp | Experts | WholeMlp | None
     output_norm: Tensor | None = None
     down_norm: Tensor | None = None
+    joined: JoinedExperts | None = None
     input: LayerInput | None = None
     scale: float = 1.0
+
+    @property
+    def mixture(self) -> Experts | WholeMixture | None:
+        """Its experts, if they are read as such."""
+        if self.joined is not None:
+            return self.joined.experts
+        return self.mlp if isinstance(self.mlp, Experts) else None
 
 
 class FusedDecoder:
@@ -369,7 +380,7 @@ class FusedDecoder:
         cut on the host.)"""
         if self._spec.states:
             return False
-        mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, Experts)]
+        mixtures = [mixture for layer in self._layers if isinstance(mixture := layer.mixture, Experts)]
         grouped = all(mlp.index is None and mlp.gate_up.recordable and mlp.down.recordable for mlp in mixtures)
         return grouped and self._spec.rope_original_max is None
 
@@ -425,6 +436,8 @@ class FusedDecoder:
                     if not spec.parallel:
                         normed = self._normed(hidden, layer.mlp_norm)
                     update = self._mlp(layer.mlp, normed)
+                    if layer.joined is not None:
+                        update = self._with_experts(layer.joined, update, hidden)
                     hidden.add_(self._scaled(self._normed(update, layer.down_norm)))
                 if inputs is not None and layer.input is not None:
                     gate = layer.input.gate(hidden)
@@ -487,11 +500,13 @@ class FusedDecoder:
         """[T, hidden_size] -> [T, hidden_size]."""
         if isinstance(mlp, Mlp):
             return mlp.down(inner_values(self._decoder.activation, mlp.gate_up(x)))
-        if not isinstance(mlp, Experts):
-            return mlp(x)
+        return self._mixture(mlp, x, x) if isinstance(mlp, Experts) else mlp(x)
+
+    def _mixture(self, mlp: Experts, x: Tensor, routed: Tensor) -> Tensor:
+        """[T, hidden_size], and what the router reads -> [T, hidden_size]."""
         spec = self._decoder.experts
         assert spec is not None
-        weights, chosen = mlp.route(spec, x)
+        weights, chosen = mlp.route(spec, routed)
         if mlp.index is None:
             rows = ExpertRows.of(chosen, spec.num_experts)
         else:
@@ -506,6 +521,14 @@ class FusedDecoder:
             shared = self._mlp(mlp.shared, x)
             total += shared if mlp.shared_gate is None else shared * F.linear(x.float(), mlp.shared_gate).sigmoid()
         return total.to(x.dtype)
+
+    def _with_experts(self, part: JoinedExperts, made: Tensor, hidden: Tensor) -> Tensor:
+        """What the MLP made [T, hidden_size] of the residual, together with what the experts make of it."""
+        unit = self._norm32(hidden, hidden.shape[1])
+        x = (unit * part.input_norm).to(hidden.dtype)
+        whole = part.experts
+        mixed = self._mixture(whole, x, unit) if isinstance(whole, Experts) else whole(x, unit)
+        return self._normed(made, part.mlp_norm) + self._normed(mixed, part.output_norm)
 
     def _scaled(self, update: Tensor) -> Tensor:
         """What joins the residual. (Torch's sum with a factor rounds otherwise at the end of a tensor.)"""

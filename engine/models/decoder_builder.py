@@ -8,7 +8,7 @@ config does not describe the weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -21,7 +21,7 @@ from engine.errors import CorruptWeights
 from engine.logs import get_logger
 from engine.models.base import CausalModel
 from engine.models.decoder import DecoderSpec, FusedDecoder, HeadAttention, Layer, StateLayer
-from engine.models.experts import ExpertLinear, Experts, ExpertSpec, GroupedLinear, LinearPerExpert, Mlp
+from engine.models.experts import ExpertLinear, Experts, ExpertSpec, GroupedLinear, JoinedExperts, LinearPerExpert, Mlp
 from engine.models.head_order import head_order, latent_order, qkv_order
 from engine.models.latent import LatentAttention, LatentSpec
 from engine.models.layer_inputs import LayerInput, LayerInputs, LayerInputSpec
@@ -67,6 +67,7 @@ _MIXTURES = (
     _MixtureNames("block_sparse_moe", "block_sparse_moe.router.layer"),
     _MixtureNames("block_sparse_moe", "block_sparse_moe.router"),
     _MixtureNames("feed_forward", "feed_forward.router"),
+    _MixtureNames("", "router.proj"),
     _MixtureNames("feed_forward", "feed_forward.gate", ("w1", "w3", "w2")),
     _MixtureNames("mixer", "mixer.gate"),
 )
@@ -350,7 +351,7 @@ def build_decoder(
 
 
 def _report_slow_experts(layers: Sequence[Layer], device: torch.device) -> None:
-    mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, Experts)]
+    mixtures = [mixture for layer in layers if isinstance(mixture := layer.mixture, Experts)]
     if device.type != "cpu" and not all(mlp.gate_up.recordable and mlp.down.recordable for mlp in mixtures):
         logger.warning(
             "experts are multiplied one by one, and each step waits for their rows to be counted; with vLLM or with "
@@ -372,14 +373,17 @@ def _layer(whole: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, pr
 
     attention = output = None
     mlp: Mlp | Experts | None = None
-    input_norm = output_norm = mlp_norm = down_norm = None
+    input_norm = output_norm = mlp_norm = down_norm = joined = None
     if index not in spec.without_mixer:
         input_norm, output_norm = norms(spec.norms[:2])
         attention, output = _mixer(spec, reader, builder, name, index)
     if index not in spec.without_mlp:
         mlp_norm, down_norm = norms(spec.norms[2:])
-        if spec.experts is not None and spec.experts.layers[index]:
-            mlp = _experts(spec, spec.experts, reader, builder, name, index)
+        experts = spec.experts if spec.experts is not None and spec.experts.layers[index] else None
+        if experts is not None and experts.joins_mlp:
+            joined = _joined_experts(spec, experts, reader, builder, name, index)
+        if experts is not None and not experts.joins_mlp:
+            mlp = _experts(spec, experts, reader, builder, name, index)
         else:
             names = next(
                 (found for found in _MLPS if reader.has(f"{name}.{found.block}.{found.down}.weight")), _MLPS[0]
@@ -393,6 +397,7 @@ def _layer(whole: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, pr
         mlp=mlp,
         output_norm=output_norm,
         down_norm=down_norm,
+        joined=joined,
         input=None
         if spec.layer_inputs is None
         else _layer_input(spec.layer_inputs, reader, builder, name, spec.hidden_size),
@@ -518,7 +523,7 @@ def _experts(
 ) -> Experts:
     hidden, inner = decoder.hidden_size, spec.intermediate_size
     names = next((found for found in _MIXTURES if reader.has(f"{name}.{found.router}.weight")), _MIXTURES[0])
-    block, (gate, up, down) = f"{name}.{names.block}", names.parts
+    block, (gate, up, down) = f"{name}.{names.block}".rstrip("."), names.parts
     held = range(spec.num_experts) if spec.held is None else spec.held[layer]
     each = [f"{block}.experts.{expert}" for expert in held]
     router = reader.exact(f"{name}.{names.router}.weight", spec.num_experts, hidden)
@@ -552,6 +557,25 @@ def _experts(
         shared_gate=reader.exact(f"{block}.shared_expert_gate.weight", 1, hidden) if spec.has_shared_gate else None,
         index=index,
         rows=rows,
+    )
+
+
+def _joined_experts(
+    decoder: DecoderSpec, spec: ExpertSpec, reader: WeightReader, builder: DecoderBuilder, name: str, layer: int
+) -> JoinedExperts:
+    """The router's norm and its factors of the norm are a part of its weight."""
+    hidden = decoder.hidden_size
+    experts = _experts(decoder, spec, reader, builder, name, layer)
+    scale = reader.exact(f"{name}.router.scale", hidden) * hidden**-0.5
+    return JoinedExperts(
+        experts=replace(
+            experts,
+            router=experts.router * scale,
+            expert_scale=reader.exact(f"{name}.router.per_expert_scale", spec.num_experts),
+        ),
+        input_norm=reader.norm(f"{name}.pre_feedforward_layernorm_2", (hidden,), decoder.norm_offset),
+        output_norm=reader.norm(f"{name}.post_feedforward_layernorm_2", (hidden,), decoder.norm_offset),
+        mlp_norm=reader.norm(f"{name}.post_feedforward_layernorm_1", (hidden,), decoder.norm_offset),
     )
 
 

@@ -45,6 +45,8 @@ class ExpertSpec:
         stack_layout: of checkpoints that store all experts of a layer as one tensor.
         shared_size: intermediate size of the MLP that computes every token besides; 0: there is none.
         has_shared_gate: its output is multiplied by the sigmoid of a product with the token.
+        joins_mlp: the layer has its MLP, too, and both results join the residual together (`JoinedExperts`). The router
+            reads the residual, and an expert's weight has a factor.
         held: per layer, the experts whose weights this process holds, equally many in each; None: all.
     """
 
@@ -64,6 +66,7 @@ class ExpertSpec:
     stack_layout: StackLayout = "rows"
     shared_size: int = 0
     has_shared_gate: bool = False
+    joins_mlp: bool = False
     held: tuple[tuple[int, ...], ...] | None = None
 
     @property
@@ -72,11 +75,13 @@ class ExpertSpec:
         return self.num_experts if self.held is None else len(self.held[0])
 
     def num_parameters(self, hidden_size: int, experts: int, *, has_gates: bool = True) -> int:
-        """Weights of a mixture with so many of its experts, the router and the shared MLP included."""
+        """Weights of a mixture with so many of its experts, the router and the shared MLP included, but not an MLP that
+        it stands beside."""
         inner = experts * self.intermediate_size + self.shared_size
         router = self.num_experts * (hidden_size + self.has_correction) + hidden_size * self.has_shared_gate
         biases = self.num_experts + experts * (2 * self.intermediate_size + hidden_size)
-        return (2 + has_gates) * hidden_size * inner + router + biases * self.has_bias
+        joined = (4 * hidden_size + self.num_experts) * self.joins_mlp  # norms, and factors of experts
+        return (2 + has_gates) * hidden_size * inner + router + joined + biases * self.has_bias
 
     def route(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token.
@@ -229,6 +234,7 @@ class Experts:
     Attributes:
         router: float32 [num_experts, hidden].  router_bias, correction: float32 [num_experts].
         gate_up, down: as of `Mlp`, of each expert that this process holds.
+        expert_scale: float32 [num_experts], factors of the experts' weights.
         index: int64 [num_experts], each expert's index among those that this process holds, their number for another
             one; None: it holds all.
         rows: int64 [num_experts], tokens that each expert was chosen for so far; None: they are not counted.
@@ -242,15 +248,46 @@ class Experts:
     correction: Tensor | None = None
     shared: Mlp | None = None
     shared_gate: Tensor | None = None
+    expert_scale: Tensor | None = None
     index: Tensor | None = None
     rows: Tensor | None = None
 
     def route(self, spec: ExpertSpec, x: Tensor) -> tuple[Tensor, Tensor]:
         """`ExpertSpec.route` of tokens x [T, hidden]."""
-        weights, chosen = spec.route(F.linear(x.float(), self.router, self.router_bias), self.correction)
+        return self.choose(spec, F.linear(x.float(), self.router, self.router_bias))
+
+    def choose(self, spec: ExpertSpec, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """`ExpertSpec.route` of the router's logits, float32 [T, num_experts]."""
+        weights, chosen = spec.route(logits, self.correction)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[chosen]
         if self.rows is not None:
             self.rows.index_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
         return weights, chosen
+
+
+class WholeMixture(Protocol):
+    """A mixture that is computed in one call, whatever its form."""
+
+    def __call__(self, x: Tensor, routed: Tensor, /) -> Tensor:
+        """[T, hidden_size] of what the experts read, and float32 of what the router reads -> a new [T, hidden_size]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedExperts:
+    """A mixture beside a layer's MLP (Gemma 4). All norms are float32 [hidden].
+
+    Attributes:
+        experts: whose router reads the normed residual: its weight includes that norm's.
+        input_norm: of the residual, for the experts.
+        output_norm, mlp_norm: of what the experts make, and of what the MLP makes, before both are added.
+    """
+
+    experts: Experts | WholeMixture
+    input_norm: Tensor
+    output_norm: Tensor
+    mlp_norm: Tensor
 
 
 def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:

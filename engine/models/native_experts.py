@@ -27,7 +27,10 @@ class NativeExperts:
         rows: int64 [num_experts], that each expert has computed so far.
     """
 
-    __slots__ = ("_correction", "_down", "_gate_up", "_library", "linears", "reorders", "rows", "sizes", "struct")
+    __slots__ = (
+        "_correction", "_down", "_gate_up", "_library", "_mlp", "_router", "_spec", "linears", "reorders", "rows",
+        "sizes", "struct",
+    )  # fmt: skip
 
     def __init__(self, library: NativeLibrary, spec: ExpertSpec, mlp: Experts) -> None:
         self._library = library
@@ -36,7 +39,8 @@ class NativeExperts:
             gate_up.append(_native(mlp.shared.gate_up))
             down.append(_native(mlp.shared.down))
         weight = mlp.router if mlp.shared_gate is None else torch.cat((mlp.router, mlp.shared_gate))
-        router = NativeLinear.dense(library, ElementKind.F32, weight, mlp.router_bias)
+        self._router = router = NativeLinear.dense(library, ElementKind.F32, weight, mlp.router_bias)
+        self._spec, self._mlp = spec, mlp
         self.linears = (*gate_up, *down, router)
         self.reorders = any(linear.reorders for linear in self.linears)
         self.rows = torch.zeros(spec.num_experts, dtype=torch.int64)
@@ -46,7 +50,7 @@ class NativeExperts:
         self.struct = ExpertsStruct(
             spec.num_experts, spec.top_k, Scoring[spec.scoring.upper()], spec.renormalize, spec.num_groups,
             spec.top_groups, mlp.shared is not None, mlp.shared_gate is not None, spec.scale, spec.scales_inputs,
-            spec.group_scores, 0, self._gate_up,
+            spec.group_scores, spec.joins_mlp, self._gate_up,
             self._down, router.struct, None if self._correction is None else self._correction.data_ptr(),
             self.rows.data_ptr(),
         )  # fmt: skip
@@ -57,16 +61,33 @@ class NativeExperts:
         """Buffers of `product`, also of other mixtures with the same sizes. `reorders`: of any of them."""
         return KernelWorkspace.for_experts(library, self.sizes, hidden, activations, max_rows, reorders=reorders)
 
-    def product(self, x: Tensor, activation: Activation = "silu", space: KernelWorkspace | None = None) -> Tensor:
+    def product(
+        self, x: Tensor, activation: Activation = "silu", space: KernelWorkspace | None = None,
+        routed: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """float32 [rows, hidden] for x [rows, hidden] in the dtype that the experts multiply, by themselves and not as
-        a part of a decoder's step. `space`: of `workspace`; None: it is made."""
+        a part of a decoder's step.
+
+        Args:
+            space: of `workspace`; None: it is made.
+            routed: float32 [rows, hidden], read by the router, with `ExpertSpec.joins_mlp`; else it reads x.
+        """
         rows, hidden = x.shape
         y = torch.empty(rows, hidden, dtype=torch.float32)
         if rows:
             kind = KIND_OF[x.dtype]
             space = space or self.workspace(self._library, hidden, kind, rows, reorders=self.reorders)
+            if routed is not None:
+                weights, chosen = self._mlp.choose(self._spec, self._router.product(routed, space))
+                _copy(weights, space.struct.factors)
+                _copy(chosen.int(), space.struct.chosen)
             self._library.experts(kind, self.struct, x.contiguous(), y, space.struct, Gate[activation.upper()])
         return y
+
+
+def _copy(values: Tensor, address: int) -> None:
+    values = values.contiguous()
+    ctypes.memmove(address, values.data_ptr(), values.nbytes)
 
 
 def _experts(products: object) -> list[NativeLinear]:

@@ -66,10 +66,10 @@ class NativeMixture:
         self._activation = activation
         self._room = room
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, hidden_size] -> [T, hidden_size]."""
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """[T, hidden_size] -> [T, hidden_size]; `routed` as of `WholeMixture`."""
         space = self._room.of(self._library, self._experts, x)
-        return self._experts.product(x, self._activation, space).to(x.dtype)
+        return self._experts.product(x, self._activation, space, routed).to(x.dtype)
 
 
 def with_native_mlps(library: NativeLibrary, spec: DecoderSpec, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
@@ -77,13 +77,14 @@ def with_native_mlps(library: NativeLibrary, spec: DecoderSpec, layers: tuple[La
     room = ExpertRoom()
 
     def native(layer: Layer) -> Layer:
-        if isinstance(layer.mlp, Mlp):
-            return replace(layer, mlp=NativeMlp(library, layer.mlp, spec))
-        if layer.mlp is None:
-            return layer
-        assert isinstance(layer.mlp, Experts)
-        assert spec.experts is not None
-        experts = NativeExperts(library, spec.experts, layer.mlp)
-        return replace(layer, mlp=NativeMixture(library, experts, spec.activation, room))
+        mixture = layer.mixture
+        if isinstance(mixture, Experts):
+            assert spec.experts is not None
+            experts = NativeExperts(library, spec.experts, mixture)
+            whole = NativeMixture(library, experts, spec.activation, room)
+            if layer.joined is None:
+                return replace(layer, mlp=whole)
+            layer = replace(layer, joined=replace(layer.joined, experts=whole))
+        return replace(layer, mlp=NativeMlp(library, layer.mlp, spec)) if isinstance(layer.mlp, Mlp) else layer
 
     return tuple(map(native, layers))

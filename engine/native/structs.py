@@ -75,7 +75,7 @@ class ExpertsStruct(ctypes.Structure):
     _fields_ = (
         ("num_experts", c_int32), ("top_k", c_int32), ("scoring", c_int32), ("renormalize", c_int32),
         ("num_groups", c_int32), ("top_groups", c_int32), ("shared", c_int32), ("shared_gate", c_int32),
-        ("scale", c_float), ("scales_inputs", c_int32), ("group_scores", c_int32), ("unused", c_int32),
+        ("scale", c_float), ("scales_inputs", c_int32), ("group_scores", c_int32), ("routed", c_int32),
         ("gate_up", POINTER(LinearStruct)), ("down", POINTER(LinearStruct)), ("router", LinearStruct),
         ("correction", c_void_p), ("counts", c_void_p),
     )  # fmt: skip

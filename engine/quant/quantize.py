@@ -27,7 +27,7 @@ from engine.quant.writing import FILE_BYTES, CheckpointWriter, Scheme, module_te
 _EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
 _SENSITIVE = re.compile(
     r"\.(?:(?:mlp|feed_forward|block_sparse_moe|mixer)\.(?:gate(?:\.wg)?|router(?:\.layer|\.gate)?|shared_expert_gate)"
-    r"|linear_attn\.in_proj_(?:ba|b|a))\.weight$"
+    r"|layers\.\d+\.router\.proj|linear_attn\.in_proj_(?:ba|b|a))\.weight$"
 )
 """Products that route, and those that make a gated delta net's rates and decays: small, but their errors are not."""
 

@@ -37,7 +37,7 @@ FALLBACKS = ("gpt2", "phi")
 LATENT = ("deepseek-v2", "deepseek-v3", "deepseek-v3-halves", "glm4-moe-lite", "minicpm3")
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe-mixed", "glm4-moe-grouped", "gpt-oss")
 STATES = ("qwen3-next", "qwen3.5-moe", "lfm2-moe", "granite4-mamba", "nemotron-h")
-SHAPES = ("gemma4", "gemma4-small")
+SHAPES = ("gemma4", "gemma4-small", "gemma4-moe")
 """Whose layers differ in their heads."""
 NUM_PROMPTS = {1: 8, 7: 20, 64: 70}
 

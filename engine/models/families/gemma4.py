@@ -9,6 +9,7 @@ from engine.errors import UnsupportedModel
 from engine.models.decoder import DecoderSpec, LayerShape
 from engine.models.families.dense import NORMS_AROUND
 from engine.models.families.description import decoder_spec, layer_windows
+from engine.models.families.mixtures import joined_experts
 from engine.models.layer_inputs import LayerInputSpec
 from engine.models.rope import RopeSpec, rope_spec
 
@@ -26,13 +27,12 @@ _DIFFERING = {"head_dim", "num_key_value_heads"}
 def gemma4(config: Any) -> DecoderSpec:
     """Gemma 4, its text (image tokens alone see each other both ways): values are normed, and in the full-attention
     layers perhaps the keys before their norm; nothing scales the scores; each layer's output has a factor. In the small
-    models layers have inputs of their own, and the last ones no keys and values."""
+    models layers have inputs of their own, and the last ones no keys and values; in the mixture, experts compute beside
+    each MLP."""
     kinds = sorted(set(config.layer_types))
     of_kind = {kind: _of_kind(config, kind) for kind in kinds}
     base = of_kind[config.layer_types[0]]
     bias = bool(config.attention_bias)
-    if getattr(config, "enable_moe_block", False):
-        raise UnsupportedModel(f"enable_moe_block is not supported for {config.model_type} models yet")
     shapes = {
         kind: LayerShape(
             num_kv_heads=own.num_key_value_heads,
@@ -43,10 +43,14 @@ def gemma4(config: Any) -> DecoderSpec:
         for kind, own in of_kind.items()
     }
     readers = _readers(config)
+    mixture: dict[str, Any] = {}
+    if getattr(config, "enable_moe_block", False):
+        mixture["experts"] = joined_experts(config)
     width = config.intermediate_size * (2 if config.use_double_wide_mlp else 1)
     return decoder_spec(
         base,
-        reads=("use_bidirectional_attention",),  # of all tokens, it says is_causal=False, too
+        # Of all tokens use_bidirectional_attention says is_causal=False, too; num_experts counts with enable_moe_block.
+        reads=("use_bidirectional_attention", "num_experts"),
         activation=config.hidden_activation,
         windows=layer_windows(config),
         layer_shapes=tuple(
@@ -54,6 +58,7 @@ def gemma4(config: Any) -> DecoderSpec:
             for layer, kind in enumerate(config.layer_types)
         ),
         layer_inputs=_layer_inputs(config),
+        **mixture,
         ropes=tuple(_rope(config, kind, shapes[kind].head_dim) for kind in kinds),
         layer_ropes=tuple(kinds.index(kind) for kind in config.layer_types),
         qkv_bias=bias,

@@ -418,19 +418,29 @@ def further_layers(config: Any) -> tuple[str, ...]:
     return tuple(f"model.layers.{index}." for index in further)
 
 
+def joined_experts(config: Any) -> ExpertSpec:
+    """Gemma 4's mixture, beside each layer's MLP."""
+    inner = config.moe_intermediate_size
+    if not inner:
+        raise UnsupportedModel(f"moe_intermediate_size is {inner}, but must be 1 or more")
+    return _experts(config, "num_experts", inner, top="top_k_experts", renormalize=True, joins_mlp=True)
+
+
 def _experts(
-    config: Any, name: str, inner: int, *, layers: tuple[bool, ...] | None = None, **differences: Any
-) -> ExpertSpec:
+    config: Any, name: str, inner: int, *, layers: tuple[bool, ...] | None = None, top: str = "num_experts_per_tok",
+    **differences: Any,
+) -> ExpertSpec:  # fmt: skip
     """Return the mixture of a config.
 
     Args:
         name: the key of the number of experts.  inner: intermediate size of one.  layers: None: all of them.
+        top: the key of the number of a token's.
     """
-    count, top_k = getattr(config, name), config.num_experts_per_tok
+    count, top_k = getattr(config, name), getattr(config, top)
     if not 1 <= count <= _MOST_EXPERTS:
         raise UnsupportedModel(f"{name} is {count}, but must be from 1 to {_MOST_EXPERTS}")
     if not 1 <= top_k <= count:
-        raise UnsupportedModel(f"num_experts_per_tok is {top_k}, but must be from 1 to {name}, {count}")
+        raise UnsupportedModel(f"{top} is {top_k}, but must be from 1 to {name}, {count}")
     spec = ExpertSpec(count, top_k, inner, layers or (True,) * config.num_hidden_layers, **differences)
     groups, best = spec.num_groups, spec.top_groups
     counted = type(groups) is int and type(best) is int and 1 <= best <= groups and count % groups == 0
@@ -439,7 +449,7 @@ def _experts(
     if not 0 < spec.scale < math.inf:
         raise UnsupportedModel(f"routed_scaling_factor is {spec.scale}, but must be above 0, and finite")
     if count // groups * best < top_k:
-        raise UnsupportedModel(f"num_experts_per_tok is {top_k}, but topk_group={best} groups have fewer experts")
+        raise UnsupportedModel(f"{top} is {top_k}, but topk_group={best} groups have fewer experts")
     return spec
 
 

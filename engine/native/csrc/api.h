@@ -46,7 +46,8 @@ struct Experts {
     int32_t shared, shared_gate;       // 1: there is one more expert, for all tokens; its factor is a sigmoid
     float scale;                       // of the factors
     int32_t scales_inputs;             // 1: the factors are those of what the experts read, not of their results
-    int32_t group_scores, unused;      // 1 or 2: a group is ranked by the sum of so many of its best scores
+    int32_t group_scores;              // 1 or 2: a group is ranked by the sum of so many of its best scores
+    int32_t routed;                    // 1: the workspace has the rows' experts and factors already; none is shared
     const Linear *gate_up, *down;      // [num_experts + shared]; those that are chosen have one shape
     Linear router;                     // KIND_F32, a column for each expert, and one for the shared one's gate
     const float* correction;           // or null; [num_experts], added to the scores for choosing only

@@ -68,7 +68,7 @@ struct ExpertLayer {
     }
 
     void route(Member& me) const {
-        for_panels(me, KIND_F32, experts.router, (const u32*)space.update, space.hidden_stride, nullptr, 0, tokens, scratch(me),
+        if (!experts.routed) for_panels(me, KIND_F32, experts.router, (const u32*)space.update, space.hidden_stride, nullptr, 0, tokens, scratch(me),
                    [&](int row, int panel) { return space.logits + row * space.logits_stride + panel * PANEL; },
                    [&](int first, int count, int panel, const float* c) {
                        float* to = space.logits + first * space.logits_stride + panel * PANEL;
@@ -76,12 +76,13 @@ struct ExpertLayer {
                            store(to, load(c + r * PANEL)), store(to + VL, load(c + r * PANEL + VL));
                    });
         constexpr int few = 8;  // are sooner chosen for by one thread than waited for
-        if (tokens > few)
+        const bool chooses = !experts.routed;
+        if (chooses && tokens > few)
             me.share_rows(tokens, few, [&](int first, int last) {
                 for (int t = first; t < last; t++) choose(t, (float*)scratch(me));
             });
         me.share(1, [&](int) {
-            for (int t = 0; t < tokens && tokens <= few; t++) choose(t, (float*)scratch(me));
+            for (int t = 0; chooses && t < tokens && tokens <= few; t++) choose(t, (float*)scratch(me));
             sort();
         });
     }

@@ -258,6 +258,20 @@ def test_a_quantized_checkpoint_is_quantized_anew(plain: Any, tmp_path: Path) ->
     load_model(tmp_path / "two", dtype=torch.float32, device=CPU)
 
 
+def test_experts_beside_mlps_are_written_small_and_their_router_whole(tiny_models: Any, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+    folder = tiny_models.make_tiny_model("gemma4-moe", tmp_path / "plain", **sizes)
+    done = write(folder, tmp_path / "made", Scheme("int8"))
+    assert done.modules == 4 * (3 * 6 + 3 + 4) - 2  # of experts, MLPs and attention, whose full layers make no values
+    said = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert said == ["lm_head", *(f"model.layers.{layer}.router.proj" for layer in range(4))]
+    assert done.error < 0.02
+    ids = torch.arange(3, 40)
+    wanted = logits(folder, ids)
+    # (a few of the tokens have other experts)
+    assert float((logits(tmp_path / "made", ids) - wanted).norm() / wanted.norm()) < 0.4
+
+
 def test_models_that_can_not_be_written_are_refused(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="can't be quantized"):
         write(tiny_model("gpt2"), tmp_path / "a", Scheme("int8"))  # its layers are Conv1D
