@@ -35,8 +35,7 @@ Which engine computes which architecture of generating models: `architectures` i
 auto` takes the first column with a yes. `tokenmill models show MODEL` says it of one model on your machine, and why.
 
 - **tokenmill**: its own kernels, all of its [quantized forms](quantization.md), tensor parallel (but for models whose
-  norms of q and k span all heads, or whose layers differ: some have states, or Gemma 4's). **GGUF**: its GGUF files
-  are read, too.
+  norms of q and k span all heads, or some of whose layers have states). **GGUF**: its GGUF files are read, too.
 - **vLLM** {vllm}: see [vLLM](vllm.md). Multimodal models get text only. What vLLM's CPU build can compute of these is
   less.
 - **transformers** {transformers}: its modelling code with tokenmill's scheduler, cache and attention; slower. A model

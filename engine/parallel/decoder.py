@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.config import Quantize
 from engine.expert_load import ExpertLoad
 from engine.models.base import CausalModel
-from engine.models.decoder import DecoderSpec, FusedDecoder, WholeMlp
+from engine.models.decoder import DecoderSpec, FusedDecoder
 from engine.models.decoder_builder import TorchBuilder, Use
 from engine.models.experts import ExpertLinear, Experts, Mlp
 from engine.parallel.process_group import RankGroup
@@ -69,11 +69,17 @@ class RankDecoder(FusedDecoder):
         super().__init__(share.local, dtype, **parts)
         local = self._spec
         self.whole = share.spec.model_spec(dtype)
-        self._spec = replace(self.whole, num_heads=local.num_heads, num_kv_heads=local.num_kv_heads)
+        self._spec = replace(
+            self.whole, num_heads=local.num_heads, num_kv_heads=local.num_kv_heads, kv_shapes=local.kv_shapes
+        )
         self._tokens = share.vocabulary
         self._group = group
-        mixtures = ((index, layer.mlp) for index, layer in enumerate(self._layers) if isinstance(layer.mlp, Experts))
-        self._expert_rows = {index: mlp.rows for index, mlp in mixtures if mlp.rows is not None}
+        mixtures = ((index, layer.mixture) for index, layer in enumerate(self._layers))
+        self._expert_rows = {
+            index: mixture.rows
+            for index, mixture in mixtures
+            if isinstance(mixture, Experts) and mixture.rows is not None
+        }
         self._expert_ranks = np.array(share.expert_ranks) if self._expert_rows else None
 
     def expert_load(self) -> ExpertLoad | None:
@@ -97,11 +103,10 @@ class RankDecoder(FusedDecoder):
         hidden = super()._embed(here.masked_fill(elsewhere, 0))
         return self._group.sum(hidden.masked_fill_(elsewhere[:, None], 0))
 
-    def _mlp(self, mlp: Mlp | Experts | WholeMlp, x: Tensor) -> Tensor:
+    def _mixture(self, mlp: Experts, x: Tensor, routed: Tensor) -> Tensor:
         """Each rank has a slice of every expert, or some experts, and routes as the others do: one sum completes a
         mixture."""
-        update = super()._mlp(mlp, x)
-        return self._group.sum(update) if isinstance(mlp, Experts) else update
+        return self._group.sum(super()._mixture(mlp, x, routed))
 
 
 @dataclass(frozen=True, slots=True)

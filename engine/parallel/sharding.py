@@ -19,9 +19,11 @@ from engine.models.decoder import DecoderSpec
 from engine.models.experts import ExpertSpec
 
 _LAYER = re.compile(
-    r"layers\.\d+\.(self_attn|(?:mlp|feed_forward|block_sparse_moe)(?:\.shared_(?:experts?|mlp))?|\w+\.experts\.\d+)\.(\w+)\.(weight|bias)$"
+    r"layers\.(\d+)\."
+    r"(self_attn|(?:mlp|feed_forward|block_sparse_moe)(?:\.shared_(?:experts?|mlp))?|(?:\w+\.)?experts\.\d+)"
+    r"\.(\w+)\.(weight|bias)$"
 )
-_EXPERT = re.compile(r"layers\.(\d+)\.\w+\.experts\.(\d+)\.")
+_EXPERT = re.compile(r"layers\.(\d+)\.(?:\w+\.)?experts\.(\d+)\.")
 _GATED, _DOWN = ("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2")
 _SINKS = re.compile(r"layers\.\d+\.self_attn\.sinks$")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:embed_tokens|lm_head)\.weight$")
@@ -61,12 +63,6 @@ class Share:
                 "--expert-parallel out"
             )
 
-        if not self.spec.is_plain:
-            raise UnsupportedModel(
-                f"{self.spec.architecture}, whose layers differ, can't be shared by several devices yet; leave "
-                "--tensor-parallel and --expert-parallel out"
-            )
-
         def uneven(size: int) -> str | None:
             return _uneven(self.spec, size, expert_parallel=self.expert_parallel)
 
@@ -85,8 +81,16 @@ class Share:
         return replace(
             spec,
             num_heads=spec.num_heads // self.size,
-            num_kv_heads=max(1, spec.num_kv_heads // self.size),
+            num_kv_heads=self._num_kv_heads(spec.num_kv_heads),
             intermediate_size=spec.intermediate_size // self.size,
+            layer_shapes=tuple(
+                replace(
+                    shape,
+                    num_kv_heads=self._num_kv_heads(shape.num_kv_heads),
+                    intermediate_size=shape.intermediate_size // self.size,
+                )
+                for shape in spec.layer_shapes
+            ),
             experts=self._local_experts,
             vocab_size=tokens.end - tokens.first,
             fused_qkv=False,
@@ -111,12 +115,13 @@ class Share:
             return TensorShard(0, *self._of(self.spec.num_heads, 1))
         if (match := _LAYER.search(name)) is None or (self.expert_parallel and _EXPERT.search(name)):
             return None
-        block, module, kind = match.groups()
-        inner = self._of(self._inner_size(block), 1)
-        by_rows = self._head_rows | dict.fromkeys(_GATED, inner)
+        layer, block, module, kind = match.groups()
+        spec = self.spec.at(int(layer))
+        inner = self._of(_inner_size(spec, block), 1)
+        by_rows = self._head_rows(spec) | dict.fromkeys(_GATED, inner)
         if module in by_rows:
             return TensorShard(0, *by_rows[module])
-        by_columns = {"o_proj": self._of(self.spec.attended_size, 1)} | dict.fromkeys(_DOWN, inner)
+        by_columns = {"o_proj": self._of(spec.attended_size, 1)} | dict.fromkeys(_DOWN, inner)
         if module in by_columns and kind == "weight":
             return TensorShard(1, *by_columns[module])
         return None
@@ -131,14 +136,14 @@ class Share:
         if self.expert_parallel and _EXPERT.search(name):  # one rank has the product
             return False
         match = _LAYER.search(name)
-        return match is not None and match[2] in ("o_proj", *_DOWN) and match[3] == "bias"
+        return match is not None and match[3] in ("o_proj", *_DOWN) and match[4] == "bias"
 
-    def _inner_size(self, block: str) -> int:
-        """Return the intermediate size of an MLP, by its name within a layer."""
-        experts = self.spec.experts
-        if experts is None or "." not in block:
-            return self.spec.intermediate_size
-        return experts.shared_size if ".shared_" in block else experts.intermediate_size
+    def key_rows(self, name: str) -> int:
+        """Return the rows of all ranks' keys together, for a product of keys or values."""
+        match = _LAYER.search(name)
+        assert match is not None, name
+        spec = self.spec.at(int(match[1]))
+        return spec.num_kv_heads * spec.head_dim
 
     @property
     def _local_experts(self) -> ExpertSpec | None:
@@ -162,29 +167,33 @@ class Share:
         """Return the experts of a layer that the rank has."""
         return tuple(expert for expert, rank in enumerate(self.expert_ranks[layer]) if rank == self.rank)
 
-    @property
-    def _head_rows(self) -> dict[str, tuple[int, int]]:
+    def _head_rows(self, spec: DecoderSpec) -> dict[str, tuple[int, int]]:
         """Products whose rows are those of heads -> the rank's rows. With latent attention all ranks make and cache the
         vector that is expanded for their heads."""
-        spec = self.spec
         if (latent := spec.latent) is not None:
             queries = self._of(spec.num_heads, latent.query_dim)
             expanded = self._of(spec.num_heads, latent.plain_dim + latent.value_dim)
             return {"q_proj": queries, "q_b_proj": queries, "kv_b_proj": expanded}
         heads = self._of(spec.num_heads, spec.head_dim)
-        return {"q_proj": heads, "k_proj": self._kv_heads, "v_proj": self._kv_heads}
-
-    @property
-    def _kv_heads(self) -> tuple[int, int]:
-        """Rows of k; where there are fewer heads than ranks, some have the same one."""
-        spec = self.spec
-        count = max(1, spec.num_kv_heads // self.size)
         first = self.rank * spec.num_kv_heads // self.size
-        return first * spec.head_dim, (first + count) * spec.head_dim
+        keys = first * spec.head_dim, (first + self._num_kv_heads(spec.num_kv_heads)) * spec.head_dim
+        return {"q_proj": heads, "k_proj": keys, "v_proj": keys}
+
+    def _num_kv_heads(self, count: int) -> int:
+        """The rank's; where there are fewer heads than ranks, some have the same one."""
+        return max(1, count // self.size)
 
     def _of(self, count: int, width: int) -> tuple[int, int]:
         each = count // self.size * width
         return self.rank * each, (self.rank + 1) * each
+
+
+def _inner_size(spec: DecoderSpec, block: str) -> int:
+    """Return the intermediate size of an MLP, by its name within a layer."""
+    experts = spec.experts
+    if experts is None or "." not in block:
+        return spec.intermediate_size
+    return experts.shared_size if ".shared_" in block else experts.intermediate_size
 
 
 def _uneven(spec: DecoderSpec, size: int, *, expert_parallel: bool) -> str | None:
@@ -193,11 +202,13 @@ def _uneven(spec: DecoderSpec, size: int, *, expert_parallel: bool) -> str | Non
         return "norms over all heads"
     if spec.num_heads % size:
         return f"{spec.num_heads} attention heads"
-    if spec.num_kv_heads % size and size % spec.num_kv_heads:
-        return f"{spec.num_kv_heads} key-value heads"
-    dense = spec.experts is None or not all(spec.experts.layers)
-    if dense and spec.intermediate_size % size:
-        return f"an MLP of {spec.intermediate_size} columns"
+    for heads in sorted({shape.num_kv_heads for shape in spec.layer_shapes or (spec,)}):
+        if heads % size and size % heads:
+            return f"{heads} key-value heads"
+    dense = spec.experts is None or spec.experts.joins_mlp or not all(spec.experts.layers)
+    for inner in sorted({shape.intermediate_size for shape in spec.layer_shapes or (spec,)}):
+        if dense and inner % size:
+            return f"an MLP of {inner} columns"
     if spec.experts is not None and expert_parallel and spec.experts.num_experts % size:
         return f"{spec.experts.num_experts} experts"
     if spec.experts is not None and not expert_parallel and spec.experts.intermediate_size % size:

@@ -66,11 +66,11 @@ class ShareOfWeights:
 
     def _is_whole(self, name: str, found: int, cut: TensorShard) -> bool:
         """Whether an axis has as many elements as all ranks together read."""
-        spec, width = self._share.spec, cut.end - cut.first
+        width = cut.end - cut.first
         if ".k_proj." in name or ".v_proj." in name:
-            return found == spec.num_kv_heads * spec.head_dim
+            return found == self._share.key_rows(name)
         if cut == self._share.vocabulary and cut.axis == 0 and ".layers." not in name:
-            return found == spec.vocab_size
+            return found == self._share.spec.vocab_size
         return found == width * self._share.size
 
 

@@ -149,13 +149,6 @@ def test_sizes_that_a_model_can_be_cut_into_are_named(tiny_model: Callable[[str]
         Share(opened.decoder, 0, 3)
 
 
-def test_a_model_whose_layers_differ_is_not_shared(tiny_model: Callable[[str], Path]) -> None:
-    opened = open_model(tiny_model("gemma4"))
-    assert opened.decoder is not None
-    with pytest.raises(UnsupportedModel, match="Gemma4ForCausalLM, whose layers differ, can't be shared by several"):
-        Share(opened.decoder, 0, 2)
-
-
 @pytest.mark.parametrize(("experts", "sizes"), [(6, "1, 2"), (2, "1, 2")])
 def test_numbers_of_ranks_that_can_hold_whole_experts_are_named(
     experts: int, sizes: str, tiny_models: Any, tmp_path: Path

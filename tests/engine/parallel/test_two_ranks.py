@@ -52,6 +52,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "gemma3": ("gemma3-softcap", {}),
+    "gemma4, layers with one KV head or two": ("gemma4", {}),
+    "gemma4, inputs of layers, and layers without keys": ("gemma4-small", {}),
+    "gemma4, experts beside MLPs": ("gemma4-moe", {}),
     "phi3, products stacked": ("phi3", {}),
     "glm4, one of them stacked, rows sorted": ("glm4", {}),
     "granite": ("granite", {}),
@@ -124,6 +127,7 @@ EXPERT_FAMILIES = (
     "groups of experts",
     "sinks, and experts with biases",
     "scores that scale what experts read",
+    "gemma4, experts beside MLPs",
 )
 
 
