@@ -23,7 +23,7 @@ from engine.models.base import CausalModel
 from engine.models.decoder import DecoderSpec, FusedDecoder, HeadAttention, Layer, StateLayer
 from engine.models.experts import ExpertLinear, Experts, ExpertSpec, GroupedLinear, JoinedExperts, LinearPerExpert, Mlp
 from engine.models.head_order import head_order, latent_order, qkv_order
-from engine.models.latent import LatentAttention, LatentSpec
+from engine.models.latent import BatchedProduct, LatentAttention, LatentSpec
 from engine.models.layer_inputs import LayerInput, LayerInputs, LayerInputSpec
 from engine.models.state_layers.reading import read_state_layer
 from engine.quant.base import DenseLinear, Linear, dense, packs
@@ -478,8 +478,8 @@ def _latent_attention(
     return LatentAttention(
         down=builder.linear(*reader.fused(*down, hidden, spec.qkv_bias, order=order)),
         norm=reader.exact(f"{name}.kv_a_layernorm.weight", rank),
-        keys=keys.contiguous(),
-        values=values.transpose(1, 2).contiguous(),
+        keys=BatchedProduct(keys.contiguous()),
+        values=BatchedProduct(values.transpose(1, 2).contiguous()),
         query_norm=query_norm,
         queries=queries,
     )

@@ -10,6 +10,7 @@ values are the keys' first elements, so that backends store them once (`KVLayout
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +63,29 @@ class LatentSpec:
         return made + (hidden_size + bias) * self.key_dim + expanded
 
 
+class HeadProduct(Protocol):
+    """A product of each head with a weight of its own."""
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """[T, heads, in_features] -> [T, heads, out_features]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchedProduct:
+    """A `HeadProduct` of torch's operators.
+
+    Attributes:
+        weight: [heads, in_features, out_features].
+    """
+
+    weight: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `HeadProduct`."""
+        return torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentAttention:
     """The weights that make a layer's queries and cache lines. Checkpoints' rotated dimensions are sorted, see
@@ -71,13 +95,13 @@ class LatentAttention:
         down: hidden -> query_rank + key_dim, or heads * query_dim + key_dim without a query_rank.
         query_norm: float32 [query_rank].  queries: query_rank -> heads * query_dim. None: there is no query_rank.
         norm: float32 [rank].
-        keys: W_UK, [heads, plain_dim, rank].  values: W_UV, [heads, rank, value_dim].
+        keys: W_UK, of each head plain_dim -> rank.  values: W_UV, rank -> value_dim.
     """
 
     down: Linear
     norm: Tensor
-    keys: Tensor
-    values: Tensor
+    keys: HeadProduct
+    values: HeadProduct
     query_norm: Tensor | None = None
     queries: Linear | None = None
 
@@ -93,12 +117,10 @@ class LatentAttention:
             query = self.queries(_normed(query, self.query_norm))
         query = query.reshape(len(x), -1, spec.query_dim)
         turned = rotation.apply(torch.cat((query[..., spec.plain_dim :], turning.unsqueeze(1)), dim=1))
-        plain = torch.bmm(query[..., : spec.plain_dim].transpose(0, 1), self.keys).transpose(0, 1)
-        q = torch.cat((plain, turned[:, :-1]), dim=-1)
+        q = torch.cat((self.keys(query[..., : spec.plain_dim]), turned[:, :-1]), dim=-1)
         q = q if growth is None else (q * growth).to(q.dtype)
         k = torch.cat((_normed(latent, self.norm).unsqueeze(1), turned[:, -1:]), dim=-1)
-        attended = attend(layer, q, k, k[..., : spec.rank], scale)
-        return torch.bmm(attended.transpose(0, 1), self.values).transpose(0, 1)
+        return self.values(attend(layer, q, k, k[..., : spec.rank], scale))
 
 
 def _normed(x: Tensor, weight: Tensor | None) -> Tensor:

@@ -26,7 +26,7 @@ from engine.models.decoder import DecoderSpec, FusedDecoder, HeadAttention, Laye
 from engine.models.decoder_builder import Use
 from engine.models.experts import ExpertLinear, Experts, LinearPerExpert, Mlp
 from engine.models.native_experts import NativeExperts
-from engine.models.native_parts import with_native_mlps
+from engine.models.native_parts import with_native_heads, with_native_mlps
 from engine.models.rope import RotaryTable
 from engine.models.state_layers.native_recurrence import with_native_recurrences
 from engine.native.library import NativeLibrary
@@ -286,6 +286,7 @@ class NativeBuilder:
         whole = spec.is_plain and not spec.without_mixer and not spec.without_mlp
         if spec.state_layers is not None or spec.latent is not None or not whole:
             layers = with_native_mlps(self.library, spec, parts.pop("layers"))
+            layers = with_native_heads(self.library, layers)
             return FusedDecoder(spec, dtype, layers=with_native_recurrences(self.library, layers), **parts)
         if isinstance(embedding := parts.pop("embedding"), QWeight):
             head = _native(parts["head"])

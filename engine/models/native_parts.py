@@ -1,16 +1,22 @@
-"""MLPs in native code, one call each, for decoders whose layers the kernels don't compute whole."""
+"""Parts of layers in native code, one call each, for decoders whose layers the kernels don't compute whole: MLPs, and
+the products of latent attention with the absorbed weights. (Torch's batched products have other last bits for other
+numbers of rows.)"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.decoder import Activation, DecoderSpec, Layer, gated, inner_values
 from engine.models.experts import Experts, Mlp
+from engine.models.latent import BatchedProduct, HeadProduct, LatentAttention
 from engine.models.native_experts import NativeExperts
 from engine.native.library import NativeLibrary
-from engine.native.structs import KIND_OF
+from engine.native.linear import NativeLinear
+from engine.native.structs import KIND_OF, LinearStruct
 from engine.native.workspace import KernelWorkspace
 
 
@@ -86,5 +92,47 @@ def with_native_mlps(library: NativeLibrary, spec: DecoderSpec, layers: tuple[La
                 return replace(layer, mlp=whole)
             layer = replace(layer, joined=replace(layer.joined, experts=whole))
         return replace(layer, mlp=NativeMlp(library, layer.mlp, spec)) if isinstance(layer.mlp, Mlp) else layer
+
+    return tuple(map(native, layers))
+
+
+class NativeHeadProduct:
+    """A `HeadProduct` in native code.
+
+    Attributes:
+        linears: of each head.
+    """
+
+    __slots__ = ("_library", "_space", "_structs", "linears")
+
+    def __init__(self, library: NativeLibrary, weight: Tensor) -> None:
+        """From [heads, in_features, out_features]."""
+        self._library = library
+        self.linears = [NativeLinear.dense(library, KIND_OF[weight.dtype], of_head.t()) for of_head in weight]
+        self._structs = (LinearStruct * len(weight))(*(linear.struct for linear in self.linears))
+        self._space = KernelWorkspace.for_linear(library, weight.shape[1], 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `HeadProduct`."""
+        per_word = 4 // x.itemsize
+        if x.stride(2) != 1 or any(size % per_word for size in (x.storage_offset(), *x.stride()[:2], x.shape[2])):
+            x = F.pad(x, (0, x.shape[2] % per_word)).contiguous()
+        y = torch.empty(*x.shape[:2], self.linears[0].out_features, dtype=torch.float32)
+        self._library.heads(KIND_OF[x.dtype], self._structs, x, y, self._space.struct)
+        return y.to(x.dtype)
+
+
+def with_native_heads(library: NativeLibrary, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """The same layers, whose absorbed products are computed by the kernels."""
+
+    def product(of: HeadProduct) -> NativeHeadProduct:
+        assert isinstance(of, BatchedProduct)
+        return NativeHeadProduct(library, of.weight)
+
+    def native(layer: Layer) -> Layer:
+        part = layer.attention
+        if not isinstance(part, LatentAttention):
+            return layer
+        return replace(layer, attention=replace(part, keys=product(part.keys), values=product(part.values)))
 
     return tuple(map(native, layers))

@@ -33,6 +33,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tm_argmax": (None, [c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
     "tm_attend": (None, [c_int, c_void_p, c_int, c_int, c_float, c_void_p, c_void_p, c_int, *[c_void_p] * 5]),
     "tm_scan": (None, [c_int, c_int, c_void_p, c_void_p]),
+    "tm_heads": (None, [c_int, c_int, c_int, c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_void_p]),
     "tm_gated_norm": (None, [c_int, c_int, *[c_void_p] * 3, c_int64, c_int64, c_void_p]),
 }  # fmt: skip
 
@@ -139,6 +140,15 @@ class NativeLibrary:
     def scan(self, activations: ElementKind, recurrence: Any, scan: Any) -> None:
         """Compute a layer with states; see csrc/recurrence.h."""
         self._library.tm_scan(self.threads, activations, ctypes.byref(recurrence), ctypes.byref(scan))
+
+    def heads(self, activations: ElementKind, weights: Any, x: Tensor, y: Tensor, space: Any) -> None:
+        """y float32 [rows, heads, n] of x [rows, heads, k], whose rows and heads may lie apart, in whole words.
+        `weights`: a struct for each head."""
+        per_word = 4 // x.itemsize
+        self._library.tm_heads(
+            self.threads, activations, len(weights), ctypes.addressof(weights), x.data_ptr(),
+            x.stride(0) // per_word, x.stride(1) // per_word, len(x), y.data_ptr(), ctypes.byref(space),
+        )  # fmt: skip
 
     def gated_norm(self, norm: Any, x: Tensor, z: Tensor, y: Tensor) -> None:
         """y [rows, features] of x float32 [rows, features], which is overwritten, and gates z, whose rows may lie

@@ -206,6 +206,8 @@ struct Kernels {
                    const Layer*, const AttentionGroup*, int32_t tokens, const void* q, const void* k, const void* v,
                    void* out, const Workspace*);
     void (*scan)(Team*, int32_t member, int32_t activations, const Recurrence*, const StateScan*);
+    void (*heads)(Team*, int32_t member, int32_t activations, int32_t count, const Linear*, const void* x, int64_t lda,
+                  int64_t head_words, int64_t rows, float* y, const Workspace*);
     void (*gated_norm)(Team*, int32_t member, int32_t activations, const GatedNorm*, float* x, const void* z,
                        int64_t z_stride, int64_t rows, void* y);
 };

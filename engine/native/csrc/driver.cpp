@@ -292,6 +292,13 @@ void tm_scan(int threads, int activations, const Recurrence* r, const StateScan*
     run_team(threads, [&](Team* team, int m) { kernels.scan(team, m, activations, r, s); });
 }
 
+void tm_heads(int threads, int activations, int count, const Linear* w, const void* x, int64_t lda, int64_t head_words,
+              int64_t rows, float* y, const Workspace* space) {
+    run_team(threads, [&](Team* team, int m) {
+        kernels.heads(team, m, activations, count, w, x, lda, head_words, rows, y, space);
+    });
+}
+
 void tm_gated_norm(int threads, int activations, const GatedNorm* norm, float* x, const void* z,
                    int64_t z_stride, int64_t rows, void* y) {
     run_team(threads, [&](Team* team, int m) { kernels.gated_norm(team, m, activations, norm, x, z, z_stride, rows, y); });

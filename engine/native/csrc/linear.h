@@ -363,6 +363,19 @@ inline const u32* as_operand(Member& me, int32_t activations, const Linear& w, c
     return space.input;
 }
 
+// A panel's columns of some rows, c [count][PANEL], to rows of y.
+inline void store_panel(const Linear& w, int panel, int count, const float* c, float* y, int64_t stride) {
+    for (int v = 0; v < 2; v++) {
+        const int column = panel * PANEL + v * VL, left = w.n - column;
+        if (left <= 0) continue;
+        for (int r = 0; r < count; r++) {
+            float* to = y + r * stride + column;
+            const vf value = load(c + r * PANEL + v * VL);
+            left >= VL ? store(to, value) : store_first(to, value, left);
+        }
+    }
+}
+
 void linear(Team* team, int32_t member, int32_t activations, const Linear* w, const void* x, int64_t rows, float* y,
             const Workspace* space) {
     Member me(team, member, space->spent);
@@ -372,17 +385,29 @@ void linear(Team* team, int32_t member, int32_t activations, const Linear* w, co
     for_panels(me, activations, *w, a, lda, space->row_scale, space->scale_stride, int(rows), scratch,
                [&](int row, int panel) { return y + row * int64_t(w->n) + panel * PANEL; },
                [&](int first, int count, int panel, const float* c) {
-                   for (int v = 0; v < 2; v++) {
-                       const int column = panel * PANEL + v * VL, left = w->n - column;
-                       if (left <= 0) continue;
-                       for (int r = 0; r < count; r++) {
-                           float* to = y + (first + r) * int64_t(w->n) + column;
-                           const vf value = load(c + r * PANEL + v * VL);
-                           left >= VL ? store(to, value) : store_first(to, value, left);
-                       }
-                   }
+                   store_panel(*w, panel, count, c, y + first * int64_t(w->n), w->n);
                });
     me.book(PART_HEAD);
+}
+
+// Products of each head with a weight of its own, all of one shape: a row of x has the heads' elements `head_words` words
+// apart, and is followed by the next one after lda words. y float32 [rows][heads][n].
+void heads(Team* team, int32_t member, int32_t activations, int32_t count, const Linear* w, const void* x, int64_t lda,
+           int64_t head_words, int64_t rows, float* y, const Workspace* space) {
+    Member me(team, member, space->spent);
+    uint8_t* scratch = space->thread_space + member * space->thread_bytes;
+    const int panels = (w->n + PANEL - 1) / PANEL, tasks = count * panels;
+    const int64_t stride = int64_t(count) * w->n;
+    me.share(tasks, [&](int task) {
+        const int head = task / panels, following = task + 1;
+        const u32* ahead = following < tasks ? panel_at(w[following / panels], following % panels) : nullptr;
+        panel_task(*team, activations, w[head], task % panels, 1, (const u32*)x + head * head_words, lda, nullptr, 0,
+                   int(rows), scratch, ahead, [](int, int) { return nullptr; },
+                   [&](int first, int some, int panel, const float* c) {
+                       store_panel(w[head], panel, some, c, y + first * stride + int64_t(head) * w->n, stride);
+                   });
+    });
+    me.book(PART_PRODUCT);
 }
 
 // The column of each row's largest product, the first of equals; finite[row] = 0 where a product is NaN or +inf, or

@@ -22,9 +22,11 @@ from engine.checkpoints.checkpoint import folder_weights
 from engine.errors import CorruptWeights, EngineError, UnsupportedModel
 from engine.models.decoder_builder import DecoderBuilder, TorchBuilder
 from engine.models.families.registry import fused_family
-from engine.models.latent import LatentAttention
+from engine.models.latent import BatchedProduct, LatentAttention
 from engine.models.load import describe_model, load_model
 from engine.models.native import NativeBuilder
+from engine.models.native_parts import NativeHeadProduct
+from engine.native.build import INSTRUCTION_SETS
 from engine.plan import CacheGroup
 from engine.quant.int8_linear import Int8Linear
 from engine.quant.quantize import gptq_weights, smoothing_factors, write_quantized
@@ -137,6 +139,26 @@ def test_layers_that_predict_further_tokens_are_not_read(tiny_model: TinyModel, 
         load_model(edited(folder, tmp_path / "other", num_nextn_predict_layers=0), dtype=torch.float32, device=CPU)
 
 
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_multiply_with_their_own_weights_and_the_same_bits_in_any_batch(
+    dtype: torch.dtype, instruction_set: str
+) -> None:
+    library = native_path(instruction_set)  # or skip
+    for heads, made, size, out in ((1, 2, 2, 1), (5, 24, 16, 33), (3, 21, 9, 70), (7, 512, 192, 64)):
+        weight = torch.randn(heads, size, out).to(dtype)
+        product, wanted = NativeHeadProduct(library, weight), BatchedProduct(weight.double())
+        # Given the first elements of each head, as those of a query that don't turn, and more rows than a pass takes
+        x = torch.randn(150, heads, made).to(dtype)[..., :size]
+        y = product(x)
+        assert y.dtype == dtype
+        torch.testing.assert_close(
+            y.double(), wanted(x.double()), rtol=0.01 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
+        )
+        for first, end in ((0, 1), (7, 20), (149, 150)):
+            assert torch.equal(product(x[first:end]), y[first:end])
+
+
 @pytest.mark.parametrize("of", ["torch", "native"])
 def test_all_products_but_the_absorbed_ones_are_quantized(of: str, tiny_model: TinyModel) -> None:
     # Given a model that is quantized at load
@@ -149,10 +171,11 @@ def test_all_products_but_the_absorbed_ones_are_quantized(of: str, tiny_model: T
     for layer in model._layers:
         part = layer.attention
         assert isinstance(part, LatentAttention)
-        assert part.keys.dtype == part.values.dtype == torch.float32
         if of == "torch":
+            assert part.keys.weight.dtype == part.values.weight.dtype == torch.float32
             assert all(isinstance(linear, Int8Linear) for linear in (part.down, part.queries, layer.output))
         else:
+            assert {linear.form for linear in (*part.keys.linears, *part.values.linears)} == {"float32"}
             assert {linear.form for linear in (part.down, part.queries, layer.output)} == {"int8"}
     # and its scores are near to what they were
     prompt = make_prompts(seed=5, count=2, vocab_size=257, shared=10, longest=60)[1]

@@ -125,12 +125,14 @@ def test_other_rows_of_the_batch_change_no_bit(
     ("family", "precision"),
     [
         *(("qwen3.5", "float32"), ("granite4-mamba", "bf16"), ("nemotron-h", "int8"), ("gemma4-moe", "int8")),
+        ("deepseek-v3", "float32"),
         *(
             pytest.param(family, precision, marks=pytest.mark.exhaustive)
             for family, precision in (
                 *(("qwen3.5", "int8"), ("granite4-mamba", "float32"), ("nemotron-h", "float32")),
                 *(("lfm2-moe", "float32"), ("lfm2-moe", "bf16"), ("gemma4-small", "float32")),
                 *(("gemma4", "bf16, int8 cache"), ("gemma4-moe", "float32")),
+                *(("youtu", "float32"), ("deepseek-v3", "int8")),
             )
         ),
     ],
