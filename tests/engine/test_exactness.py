@@ -37,7 +37,7 @@ FALLBACKS = ("gpt2", "phi")
 LATENT = ("deepseek-v2", "deepseek-v3", "deepseek-v3-halves", "glm4-moe-lite", "minicpm3")
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe-mixed", "glm4-moe-grouped", "gpt-oss")
 STATES = ("qwen3-next", "qwen3.5-moe", "lfm2-moe", "granite4-mamba", "nemotron-h")
-SHAPES = ("gemma4", "gemma4-small", "gemma4-moe")
+SHAPES = ("gemma4-small", "gemma4", "gemma4-moe")
 """Whose layers differ in their heads."""
 NUM_PROMPTS = {1: 8, 7: 20, 64: 70}
 
@@ -139,12 +139,12 @@ def test_every_path_gives_the_same_tokens(
         "gpt-oss",
         "qwen3.5",
         "deepseek-v2",
-        *SHAPES,
+        SHAPES[0],
         *(
             pytest.param(each, marks=pytest.mark.exhaustive)
             for each in (
                 *("mistral", "qwen2", "qwen3", "gpt2", "phi", "mixtral", "qwen3-moe-mixed"),
-                *(*STATES, *NEWER, *LATENT[1:]),
+                *(*STATES, *NEWER, *LATENT[1:], *SHAPES[1:]),
             )
         ),
     ],
@@ -169,7 +169,7 @@ def test_every_family_is_as_exact(
         "glm4-moe-grouped",
         "qwen3.5",
         "deepseek-v3",
-        *SHAPES,
+        SHAPES[0],
         *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("qwen3-moe-mixed", "nemotron-h", *NEWER)),
     ],
 )

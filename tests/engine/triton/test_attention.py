@@ -334,14 +334,17 @@ def test_a_reserved_step_is_filled_again_and_again(
 
 
 @pytest.mark.slow
-def test_an_engine_with_it_gives_the_oracles_tokens(tiny_model: Callable[[str], Path], device: torch.device) -> None:
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("gemma4-small", marks=pytest.mark.exhaustive)])
+def test_an_engine_with_it_gives_the_oracles_tokens(
+    family: str, tiny_model: Callable[[str], Path], device: torch.device
+) -> None:
     """Chunks, a prefix that is found again, and decoding rows of one model, through the whole engine."""
     cache = CacheConfig(num_blocks=64, block_size=4)
     schedule = ScheduleConfig(max_num_seqs=3, max_num_batched_tokens=16)
     tokens_by_engine = []
     for attention in ("triton", "reference"):
         engine = Engine.load(
-            tiny_model("gemma3"),
+            tiny_model(family),
             EngineConfig(
                 dtype="float32", device=device.type, threads=1, attention=attention, cache=cache, schedule=schedule
             ),
