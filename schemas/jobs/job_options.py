@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final
 
 from pydantic import (
@@ -18,8 +18,10 @@ from pydantic import (
 )
 
 from schemas.jobs.job import MetadataKey, MetadataValue, OnInvalid, Tier
+from schemas.requests.structured import invalid
 from schemas.requests.truncation import TruncatePrompt
 
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _AMOUNT = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 AMOUNT_PATTERN: Final = f"^{_AMOUNT.pattern}$"
 """Pattern of an amount of time, for JSON schemas."""
@@ -100,16 +102,26 @@ class PartialJobOptions(BaseModel):
     @classmethod
     def _amount_or_moment(cls, given: Any) -> Any:
         if isinstance(given, str):
-            return parse_amount(given) if _AMOUNT.fullmatch(given) else datetime.fromisoformat(given)
+            try:
+                return parse_amount(given) if _AMOUNT.fullmatch(given) else datetime.fromisoformat(given)
+            except ValueError as error:
+                raise invalid(str(error)) from None
         if isinstance(given, (int, float)):  # pydantic would take seconds
-            raise ValueError("a deadline is text: an amount such as 6h, or a moment such as 2026-01-31T18:00Z")  # noqa: TRY004
+            raise invalid("a deadline is text: an amount such as 6h, or a moment such as 2026-01-31T18:00Z")
         return given
+
+    @field_validator("deadline")
+    @classmethod
+    def _moment_since_1970(cls, deadline: timedelta | datetime | None) -> timedelta | datetime | None:
+        if isinstance(deadline, datetime) and deadline < _EPOCH:  # OpenAI's batches have seconds since then
+            raise invalid("a deadline is a moment since 1970; correct its year")
+        return deadline
 
     @field_validator("tier")
     @classmethod
     def _of_a_job(cls, tier: Tier | None) -> Tier | None:
         if tier is Tier.INTERACTIVE:
-            raise ValueError("a job is standard or bulk; interactive requests are not jobs")
+            raise invalid("a job is standard or bulk; interactive requests are not jobs")
         return tier
 
 
@@ -119,5 +131,5 @@ class JobOptions(PartialJobOptions):
     @model_validator(mode="after")
     def _check_refuse_late(self) -> JobOptions:
         if self.refuse_late and self.deadline is None:
-            raise ValueError("refuse_late needs a deadline")
+            raise invalid("refuse_late needs a deadline")
         return self

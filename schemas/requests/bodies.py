@@ -75,7 +75,7 @@ def _check_content(value: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
             raise unsupported(f"part {index} has type {kind!r}, but only text parts are supported; remove it")
-        if not isinstance(part, dict) or kind is None or part.keys() != {"type", "text"}:
+        if not isinstance(part, dict) or kind != "text" or part.keys() != {"type", "text"}:
             raise invalid(f'part {index} must be {{"type": "text", "text": …}}')
         if not isinstance(part["text"], str):
             raise invalid(f"part {index} has a text that is not a string")

@@ -99,6 +99,9 @@ def _check_input(value: Any) -> str | tuple[Any, ...]:
     return tuple(value)
 
 
+_NONE: Final = {"type": "array", "maxItems": 0}
+
+
 def _check_choices(value: Any) -> Any:
     if value is None:
         return ()
@@ -249,7 +252,7 @@ class ClassifyBody(ScoringBody):
         tuple[str | tuple[int, ...] | tuple[str, str], ...], only(_check_given_inputs, one_of(_CLASSIFIED, NULL))
     ] = ()
     messages: Annotated[tuple[ChatMessage, ...], Strict(False), defaulting(())] = ()
-    choices: Annotated[tuple[str, ...], only(_check_choices, one_of(TEXTS, NULL))] = ()
+    choices: Annotated[tuple[str, ...], only(_check_choices, one_of(TEXTS, NULL, _NONE))] = ()
     normalize: Annotated[Literal["sum", "mean"], defaulting("sum")] = "sum"
     chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
     enable_thinking: bool | None = None

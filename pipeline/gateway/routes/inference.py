@@ -150,7 +150,7 @@ def document_events(*shapes: str, last: str = "that of the last is `[DONE]`") ->
     the extension `x-item-schema`, which is like `itemSchema` of OpenAPI 3.2."""
     items = [{"$ref": f"#/components/schemas/{shape}"} for shape in shapes]
     text = f"Server-sent events with ids. The data of each event is JSON; {last}."
-    return {"text/event-stream": {"schema": {"type": "string", "description": text}, "x-item-schema": {"anyOf": items}}}
+    return {"text/event-stream": {"schema": {"description": text}, "x-item-schema": {"anyOf": items}}}
 
 
 _ID = (STREAM_ID,)

@@ -90,6 +90,12 @@ def user(content: Any) -> list[dict[str, Any]]:
         ({"messages": user(None)}, INVALID, "messages[0].content", "must be a string or a list of text parts"),
         ({"messages": user([])}, INVALID, "messages[0].content", "empty list"),
         ({"messages": user([{"type": "text"}])}, INVALID, "messages[0].content", "part 0 must be"),
+        (
+            {"messages": user([{"type": {}, "text": ""}])},
+            INVALID,
+            "messages[0].content",
+            'part 0 must be {"type": "text"',
+        ),
         ({"messages": user([{"type": "image_url"}])}, UNSUPPORTED, "messages[0].content", "only text parts"),
         ({"messages": user([{"type": "input_audio"}])}, UNSUPPORTED, "messages[0].content", "input_audio"),
         ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, UNSUPPORTED, "messages[0].mood", "remove it"),

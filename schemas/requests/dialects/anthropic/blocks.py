@@ -61,7 +61,7 @@ def _check_callers(value: Any) -> None:
 
 
 def _check_deferred(value: Any) -> None:
-    if value not in (None, False):
+    if value is not None and value is not False:
         raise unsupported("is not supported: there is no search for tools here; remove it")
 
 

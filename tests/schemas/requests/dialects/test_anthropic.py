@@ -236,6 +236,7 @@ def test_the_form_of_the_answer_and_the_effort() -> None:
             INVALID, "messages[1].content", "messages[1].content needs text",
         ),
         ({"tools": [{**TOOL, "defer_loading": True}]}, UNSUPPORTED, "tools[0].defer_loading", "no search for tools"),
+        ({"tools": [{**TOOL, "defer_loading": 0}]}, UNSUPPORTED, "tools[0].defer_loading", "no search for tools"),
         ({"tool_choice": {"type": "tool"}}, INVALID, "tool_choice.name", "is missing"),
         ({"tool_choice": {"type": "any"}}, INVALID, "tool_choice", "needs tools"),
         ({"thinking": {"type": "enabled"}}, INVALID, "thinking.budget_tokens", "is missing"),
