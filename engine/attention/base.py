@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.models.base import KVShape, ModelSpec
+from engine.models.base import Attend, KVShape, ModelSpec
 from engine.plan import BlockCopy, CacheGroup
 from engine.states import StateOperator, StateStep
 
@@ -30,8 +30,8 @@ class AttentionBatch:
         num_decodes: sequences with count 1 at the front.
         block_tables: per cache group int32 [B, max_blocks].
         slot_mapping: per cache group int64 [T], block * block_size + offset of each token's key.
-        wanted: int32 [W], ascending: the tokens whose hidden states after the last layer are needed; a model may leave
-            the others undefined. None: all.
+        wanted: int32 [W], ascending, the last ones of each sequence: the tokens whose hidden states after the last
+            layer are needed; a model may leave the others undefined. None: all.
     """
 
     starts: NDArray[np.int32]
@@ -40,6 +40,19 @@ class AttentionBatch:
     block_tables: tuple[NDArray[np.int32], ...]
     slot_mapping: tuple[NDArray[np.int64], ...]
     wanted: NDArray[np.int32] | None = None
+
+    def of(self, wanted: NDArray[np.int32]) -> AttentionBatch:
+        """Return the batch of the wanted tokens alone, for layers that store nothing."""
+        of_sequence = np.searchsorted(np.cumsum(self.counts), wanted, side="right")
+        counts = np.bincount(of_sequence, minlength=len(self.counts)).astype(np.int32)
+        left = np.flatnonzero(counts)
+        return AttentionBatch(
+            starts=(self.starts + self.counts - counts)[left],
+            counts=counts[left],
+            num_decodes=int(np.count_nonzero(left < self.num_decodes)),
+            block_tables=tuple(table[left] for table in self.block_tables),
+            slot_mapping=tuple(slots[wanted] for slots in self.slot_mapping),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +166,25 @@ class AttentionStep:
 
     Attributes:
         states: of the layers that have states instead; None: there are none.
+        batch: that was prepared; None: all of its tokens are needed.
     """
 
     backend: AttentionBackend
     prepared: Any
     states: StateStep | None = None
+    batch: AttentionBatch | None = None
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, sinks: Tensor | None = None, /
     ) -> Tensor:
         return self.backend.attend(layer, q, k, v, scale, self.prepared, sinks)
+
+    def of_wanted(self) -> tuple[NDArray[np.int32], Attend] | None:
+        """See `engine.models.base.Attend.of_wanted`."""
+        if self.batch is None or (wanted := self.batch.wanted) is None:
+            return None
+        prepared = self.backend.prepare(self.batch.of(wanted)) if len(wanted) else None
+        return wanted, AttentionStep(self.backend, prepared)
 
     def scan(self, layer: int, operator: StateOperator, *inputs: Tensor) -> Tensor:
         """See `engine.models.base.Attend.scan`."""

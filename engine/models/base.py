@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import UnsupportedModel
@@ -32,6 +34,11 @@ class Attend(Protocol):
         Returns:
             [T, heads, head_dim]; with `latent_dim` [T, heads, latent_dim].
         """
+        ...
+
+    def of_wanted(self) -> tuple[NDArray[np.int32], Attend] | None:
+        """Return the tokens whose hidden states after the last layer are needed, ascending int32 [W], and how these
+        alone attend, to what is stored; None: all are needed."""
         ...
 
     def scan(self, layer: int, operator: StateOperator, *inputs: Tensor) -> Tensor:

@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.device_transfer import make_transfer
 from engine.models.base import Attend, KVShape, ModelSpec
 from engine.models.experts import ExpertRows, Experts, ExpertSpec, JoinedExperts, Mlp, WholeMixture, weighted_sum
 from engine.models.latent import LatentAttention, LatentSpec
@@ -331,6 +333,30 @@ class Layer:
         return self.mlp if isinstance(self.mlp, Experts) else None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _StepParts:
+    """What layers read of a step besides hidden states.
+
+    Attributes:
+        rotations, growths: of each kind of rotation; growths [T, 1, 1], of queries.
+        inputs: the layers' own, [T, layers, size].
+    """
+
+    attend: Attend
+    rotations: list[Rotation]
+    growths: list[Tensor | None]
+    inputs: Tensor | None
+
+    def take(self, at: Tensor, attend: Attend) -> _StepParts:
+        """Of the tokens int64 [W] alone, which attend so."""
+        return _StepParts(
+            attend,
+            [Rotation(*(part.index_select(0, at) for part in rotation)) for rotation in self.rotations],
+            [None if growth is None else growth.index_select(0, at) for growth in self.growths],
+            None if self.inputs is None else self.inputs.index_select(0, at),
+        )
+
+
 class FusedDecoder:
     """A `CausalModel` for every family that a `DecoderSpec` can describe."""
 
@@ -365,6 +391,9 @@ class FusedDecoder:
         self._norm = norm
         self._head = head
         self._inputs = inputs
+        storing = [layer for layer, own in enumerate(self._specs) if own.reads is None]
+        self._num_storing = storing[-1] + 1 if storing else 0
+        self._transfer = make_transfer(device)
         self._ropes = tuple(RotaryTable(rope, dtype, device, positions) for rope in spec.ropes)
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=dtype))
@@ -418,36 +447,53 @@ class FusedDecoder:
             hidden = self._embed(input_ids)
             if self._embedding_scale is not None:
                 hidden *= self._embedding_scale
-            inputs = None if self._inputs is None else self._inputs.of(input_ids, hidden, spec.norm_eps)
-            rotations = [rope.lookup(positions, rope_lengths) for rope in self._ropes]
-            growths = [
-                None if rope.growth is None else rope.growth.factors(positions)[:, None, None] for rope in spec.ropes
-            ]
-            for index, layer in enumerate(self._layers):
-                if states is not None and index in states:
-                    states[index].copy_(hidden)
-                normed = self._normed(hidden, layer.input_norm)
-                if layer.attention is not None and layer.output is not None:
-                    rope = spec.layer_ropes[index]
-                    attended = self._attended(index, layer.attention, normed, rotations[rope], growths[rope], attend)
-                    update = layer.output(attended.flatten(1))
-                    hidden.add_(self._scaled(self._normed(update, layer.output_norm)))
-                if layer.mlp is not None:
-                    if not spec.parallel:
-                        normed = self._normed(hidden, layer.mlp_norm)
-                    update = self._mlp(layer.mlp, normed)
-                    if layer.joined is not None:
-                        update = self._with_experts(layer.joined, update, hidden)
-                    hidden.add_(self._scaled(self._normed(update, layer.down_norm)))
-                if inputs is not None and layer.input is not None:
-                    gate = layer.input.gate(hidden)
-                    update = layer.input.projection(gated(spec.activation, gate, inputs[:, index]))
-                    hidden += self._normed(update, layer.input.norm)
-                if layer.scale != 1.0:
-                    hidden *= layer.scale
+            step = _StepParts(
+                attend,
+                [rope.lookup(positions, rope_lengths) for rope in self._ropes],
+                [None if rope.growth is None else rope.growth.factors(positions)[:, None, None] for rope in spec.ropes],
+                None if self._inputs is None else self._inputs.of(input_ids, hidden, spec.norm_eps),
+            )
+            first = spec.num_layers if states is not None else self._num_storing
+            self._through(range(first), hidden, step, states or {})
+            needed = attend.of_wanted() if first < spec.num_layers else None
+            if needed is None:
+                self._through(range(first, spec.num_layers), hidden, step, {})
+            elif len(needed[0]):  # layers that store nothing compute no token that nothing is read of
+                (at,) = self._transfer.up(needed[0].astype(np.int64))
+                picked = hidden.index_select(0, at)
+                self._through(range(first, spec.num_layers), picked, step.take(at, needed[1]), {})
+                hidden.index_copy_(0, at, picked)
             if states is not None and spec.num_layers in states:
                 states[spec.num_layers].copy_(hidden)
             return self._normed(hidden, self._norm)
+
+    def _through(self, layers: range, hidden: Tensor, step: _StepParts, states: Mapping[int, Tensor]) -> None:
+        """Take hidden states [T, hidden_size] through layers, in place; `states` as of `_forward`."""
+        spec = self._decoder
+        for index in layers:
+            layer = self._layers[index]
+            if index in states:
+                states[index].copy_(hidden)
+            normed = self._normed(hidden, layer.input_norm)
+            if layer.attention is not None and layer.output is not None:
+                rope = spec.layer_ropes[index]
+                rotation, growth = step.rotations[rope], step.growths[rope]
+                attended = self._attended(index, layer.attention, normed, rotation, growth, step.attend)
+                update = layer.output(attended.flatten(1))
+                hidden.add_(self._scaled(self._normed(update, layer.output_norm)))
+            if layer.mlp is not None:
+                if not spec.parallel:
+                    normed = self._normed(hidden, layer.mlp_norm)
+                update = self._mlp(layer.mlp, normed)
+                if layer.joined is not None:
+                    update = self._with_experts(layer.joined, update, hidden)
+                hidden.add_(self._scaled(self._normed(update, layer.down_norm)))
+            if step.inputs is not None and layer.input is not None:
+                gate = layer.input.gate(hidden)
+                update = layer.input.projection(gated(spec.activation, gate, step.inputs[:, index]))
+                hidden += self._normed(update, layer.input.norm)
+            if layer.scale != 1.0:
+                hidden *= layer.scale
 
     def _attended(
         self, index: int, part: HeadAttention | LatentAttention | StateLayer, x: Tensor, rotation: Rotation,

@@ -68,6 +68,9 @@ class DenseAttend:
             outputs.append(out.transpose(0, 1))
         return torch.cat(outputs)
 
+    def of_wanted(self) -> None:
+        """All tokens are needed."""
+
     def scan(self, layer: int, operator: StateOperator, *inputs: Tensor) -> Tensor:
         """Each sequence has a slot of its own."""
         self.layers.append(layer)

@@ -106,7 +106,7 @@ class RankWorker:
         rows = 3 if message.lengths else 2
         inputs = torch.empty(rows, message.tokens, dtype=torch.int64, device=self._group.device)
         self._group.broadcast(inputs)
-        step = AttentionStep(self._cache, self._cache.prepare(message.batch))
+        step = AttentionStep(self._cache, self._cache.prepare(message.batch), batch=message.batch)
         self._model.forward(inputs[0], inputs[1], step, inputs[2] if message.lengths else None)
 
 

@@ -82,6 +82,9 @@ class _AttendToNothing:
     ) -> Tensor:
         return q.new_zeros(*q.shape[:2], (q if v is None else v).shape[2])
 
+    def of_wanted(self) -> None:
+        """All tokens are needed."""
+
     def scan(self, layer: int, operator: StateOperator, *inputs: Tensor) -> Tensor:
         return operator(empty_states(self._spec.states[layer], 2, inputs[0].device), self._segments, *inputs)
 

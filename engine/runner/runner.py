@@ -228,7 +228,7 @@ class ModelRunner:
                 self.graph_steps += 1
                 return self._graphs.forward(shape, input_ids, device_positions, batch)
         self._state_step = None if self._states is None else self._states.step(plan, self._rows)
-        attend = AttentionStep(self._attention, self._attention.prepare(batch), self._state_step)
+        attend = AttentionStep(self._attention, self._attention.prepare(batch), self._state_step, batch)
         inputs = input_ids, device_positions, attend, lengths
         if self._reader is None:
             return self._model.forward(*inputs)

@@ -50,6 +50,9 @@ class DenseAttend:
         assert at == len(q)
         return out
 
+    def of_wanted(self) -> None:
+        """All tokens are needed."""
+
     def scan(self, layer: int, operator: StateOperator, *inputs: Tensor) -> Tensor:
         sequences, starts, stops = np.array(self.step).T
         counts = stops - starts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,9 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from engine import Engine, EngineConfig, Request, SamplingParams, ScheduleConfig
 from engine.errors import UnsupportedModel
+from engine.models.decoder import FusedDecoder
 from engine.models.families.registry import fused_family
 from engine.models.load import describe_model, load_model
 
@@ -118,6 +121,25 @@ def test_the_spec_describes_the_model(family, tiny_model, tiny_models):
     assert (spec.head_dim, spec.latent_dim) == (28, 20) if latent else spec.latent_dim == 0
     assert spec.eos_token_ids == (2,)
     assert spec.architecture == type(reference).__name__
+
+
+def test_layers_that_store_no_keys_compute_only_tokens_that_are_read(tiny_model, prompts, monkeypatch):
+    # Given a model whose last three layers read the keys of others, and prompts in chunks
+    rows, through = Counter(), FusedDecoder._through
+
+    def watched(self, layers, hidden, step, states):
+        rows.update(dict.fromkeys(layers, len(hidden)))
+        through(self, layers, hidden, step, states)
+
+    monkeypatch.setattr(FusedDecoder, "_through", watched)
+    schedule = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=16)
+    config = EngineConfig(dtype="float32", max_model_len=64, attention="paged-sdpa", schedule=schedule)
+    engine = Engine.load(tiny_model("gemma4-small"), config)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    # When they are answered, then these layers compute the sampled positions alone
+    list(engine.run(Request(str(i), prompt.int().numpy(), params) for i, prompt in enumerate(prompts)))
+    computed = engine.stats().computed
+    assert rows == {0: computed, 1: computed, 2: computed, 3: 15, 4: 15, 5: 15}
 
 
 def test_tied_embeddings_share_storage(tiny_model):
