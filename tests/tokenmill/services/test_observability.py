@@ -233,8 +233,11 @@ def test_dashboards_have_their_metrics_and_alerts_fire_and_end(harness: Harness)
             assert harness.prometheus.query(text), text
         answers = dashboards.PanelAnswers(harness.prometheus, dashboards.questions())
         count = len(answers.left)
-        wait_for(lambda: not any(one.seldom is None for one in answers.poll()), str(answers.left))
-        wait_for(lambda: not any("guess" in one.seldom for one in answers.poll() if one.seldom), str(answers.left))
+        try:
+            wait_for(lambda: not any(one.seldom is None or "guess" in one.seldom for one in answers.poll()))
+        except TimeoutError as error:
+            error.add_note(f"without data: {answers.left}")
+            raise
 
     # What comes in is wrong: half the rows of some jobs, another job as a whole, a record.
     harness.has_no_backlog()
