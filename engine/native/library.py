@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.native import structs
 from engine.native.build import INSTRUCTION_SETS, NativeUnavailable, build, processor_sets
 from engine.native.structs import ElementKind
+from engine.native.weight_memory import WeightMemory
 
 CHOICES = ("auto", *INSTRUCTION_SETS)
 """Values of `EngineConfig.instruction_set`."""
@@ -46,12 +47,14 @@ class NativeLibrary:
         name: of the instruction set in use.
         panel: columns of a packed panel; weights are packed for it.
         threads: that a call runs on.
+        weight_memory: of weights that are packed for it.
     """
 
     def __init__(self, path: Path, name: str, threads: int) -> None:
         self.path = path
         self.name = name
         self.threads = threads
+        self.weight_memory = WeightMemory()
         try:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:

@@ -71,7 +71,7 @@ def pack_dense(library: NativeLibrary, kind: ElementKind, weight: Tensor, bias: 
     padded = _padded(n, library.panel)
     words = {ElementKind.F32: k, ElementKind.I8: -(-k // 4)}.get(kind, -(-k // 2))
     row_bytes = words * (2 if kind == ElementKind.W8 else 4)
-    packed = torch.empty((padded * row_bytes + _ROOM) // 4, dtype=torch.int32)
+    packed = library.weight_memory.take(padded * row_bytes + _ROOM).view(torch.int32)
     quantized = kind in (ElementKind.I8, ElementKind.W8)
     scale = torch.empty(padded, dtype=torch.float32) if quantized else None
     offset = torch.empty(-(-k // QUANT_GROUP), padded, dtype=torch.int32) if kind == ElementKind.I8 else None
@@ -107,7 +107,7 @@ def pack_quantized(
     k = weight.k
     words = -(-k // (4 if kind == ElementKind.I8 else 2))
     row_bytes = {ElementKind.I8: 4 * words, ElementKind.Q4: -(-words // 8) * 8}.get(kind, 2 * words)
-    packed = torch.empty((rows.numel() * row_bytes + _ROOM) // 4, dtype=torch.int32)
+    packed = library.weight_memory.take(rows.numel() * row_bytes + _ROOM).view(torch.int32)
     offset = torch.empty(-(-k // QUANT_GROUP), rows.numel(), dtype=torch.int32) if kind == ElementKind.I8 else None
     library.pack_codes(kind, k, weight.codes.contiguous(), rows, packed, offset)
     struct = LinearStruct(kind, n, k, words)
