@@ -127,6 +127,11 @@ class StepPlan:
     drafts: NDArray[np.int32] | None = None
     ahead: NDArray[np.bool_] | None = None
 
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """int64 [B], where each row's tokens end among those of the step."""
+        return np.cumsum(self.counts, dtype=np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:

@@ -162,7 +162,7 @@ class NativeAttention:
                 len(starts), batch.num_decodes, table.shape[1], group.window or 0,
             )  # fmt: skip
         tasks = self.library.plan(self.storage.shape, self._heads, MOST_PARTIALS, inputs)
-        return NativeStep(tasks, int(counts.sum()), batch.num_decodes, batch.wanted, tuple(keep))
+        return NativeStep(tasks, len(batch.slot_mapping[0]), batch.num_decodes, batch.wanted, tuple(keep))
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, step: NativeStep,

@@ -79,13 +79,15 @@ class NativeDecoder:
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None) -> Tensor:
         """See `CausalModel.forward`."""
-        return self._forward(input_ids, positions, attend, rope_lengths, ())[0]
+        return self._forward(input_ids, positions, attend, rope_lengths)
 
     def forward_with_states(
         self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None, layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         """See `LayeredModel.forward_with_states`."""
-        return self._forward(input_ids, positions, attend, rope_lengths, layers)
+        states = torch.empty(len(input_ids), len(layers), self._decoder.hidden_size, dtype=self._spec.dtype)
+        hidden = self._forward(input_ids, positions, attend, rope_lengths, layers, states)
+        return hidden, states.flatten(1)
 
     @property
     def embedding(self) -> Tensor | None:
@@ -93,27 +95,33 @@ class NativeDecoder:
         return self._embedding
 
     def _forward(
-        self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None, layers: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None,
+        layers: tuple[int, ...] = (), states: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Run `forward`; states: the output for those before `layers`, [T, len(layers), hidden_size]."""
         if not (isinstance(attend, AttentionStep) and isinstance(attend.backend, NativeAttention)):
             raise EngineError("a native decoder computes with native attention only; load the model for another one")
         bound = self._bind(attend.backend, len(input_ids))
-        rotations = [rope.rows(positions, rope_lengths) for rope in self._ropes]
+        by_position = self._spec.rope_original_max is None  # else the rows of longer sequences are in no table
+        if by_position:
+            end = int(positions.numpy().max()) + 1
+            rotations = [rope.table(end) for rope in self._ropes]
+        else:
+            rotations = [rope.rows(positions, rope_lengths) for rope in self._ropes]
         growths = [None if rope.growth is None else rope.growth.factors(positions) for rope in self._decoder.ropes]
-        pointers, factors = _pointers(rotations), _pointers(growths)
         hidden = torch.empty(len(input_ids), self._decoder.hidden_size, dtype=self._spec.dtype)
-        states = torch.empty(len(input_ids), len(layers), self._decoder.hidden_size, dtype=self._spec.dtype)
         state_layers = (ctypes.c_int32 * len(layers))(*layers)
-        ids = input_ids.contiguous()
+        ids, at = input_ids.contiguous(), positions.contiguous()
         wanted = attend.prepared.wanted
         step = StepStruct(
             len(ids), len(attend.backend.storage.layout.groups), ids.data_ptr(), attend.prepared.tasks.groups,
-            pointers, factors, hidden.data_ptr(),
+            at.data_ptr() if by_position else None, _pointers(rotations), _pointers(growths), hidden.data_ptr(),
             None if wanted is None else wanted.ctypes.data,
-            -1 if wanted is None else len(wanted), len(layers), ctypes.addressof(state_layers), states.data_ptr(),
+            -1 if wanted is None else len(wanted), len(layers), ctypes.addressof(state_layers),
+            None if states is None else states.data_ptr(),
         )  # fmt: skip
         self.library.forward(bound.shape, bound.layers, self._embedding, self._norm, step, bound.space.struct)
-        return hidden, states.flatten(1)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalModel.logits`."""

@@ -203,9 +203,8 @@ class RotaryTable:
 
     def rows(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
         """[T, head_dim], a new tensor: cosines, then sines, of half a head."""
-        if self._grows:
-            self._grow(int(positions.max()) + 1)
-        rows = self._table.index_select(0, positions)
+        table = self.table(int(positions.max()) + 1) if self._grows else self._table
+        rows = table.index_select(0, positions)
         dynamic = self._spec.dynamic
         if dynamic is not None:
             if lengths is None:
@@ -216,10 +215,12 @@ class RotaryTable:
                 rows[longer] = self._encode(positions[longer, None] * frequencies)
         return rows
 
-    def _grow(self, positions: int) -> None:
+    def table(self, positions: int) -> Tensor:
+        """Rows of so many positions, or more, of sequences of any length that has the table's frequencies."""
         have = self._table.shape[0]
         if positions > have:
             self._table = torch.cat((self._table, self._rows(have, max(positions, 2 * have))))
+        return self._table
 
     def _rows(self, start: int, stop: int) -> Tensor:
         positions = torch.arange(start, stop, dtype=torch.float32, device=self._frequencies.device)

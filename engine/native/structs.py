@@ -132,7 +132,8 @@ class AttentionGroup(ctypes.Structure):
 class StepStruct(ctypes.Structure):
     _fields_ = (
         ("tokens", c_int32), ("num_groups", c_int32), ("token_ids", c_void_p), ("groups", c_void_p),
-        ("rotations", POINTER(c_void_p)), ("query_factors", POINTER(c_void_p)), ("hidden", c_void_p),
+        ("positions", c_void_p), ("rotations", POINTER(c_void_p)), ("query_factors", POINTER(c_void_p)),
+        ("hidden", c_void_p),
         ("wanted", c_void_p), ("num_wanted", c_int32),
         ("num_states", c_int32), ("state_layers", c_void_p), ("states", c_void_p),
     )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -79,7 +79,7 @@ def flatten(plan: StepPlan, rows: RowState) -> tuple[NDArray[np.int64], NDArray[
         positions = np.arange(plan.num_tokens, dtype=np.int64) + np.repeat(plan.starts - first, plan.counts)
     token_ids = rows.token_ids[at_row, positions].astype(np.int64)
     if plan.ahead is not None:
-        last = np.cumsum(plan.counts)[plan.ahead] - 1
+        last = plan.ends[plan.ahead] - 1
         token_ids[last] = -1 - at_row[last]
     return at_row, positions, token_ids
 
@@ -256,7 +256,7 @@ class ModelRunner:
         """Return the hidden states of the last tokens of these rows of the plan [S, hidden_size]."""
         if len(indices) == plan.num_tokens:
             return hidden
-        (last,) = self._transfer.up(np.cumsum(plan.counts)[indices] - 1)
+        (last,) = self._transfer.up(plan.ends[indices] - 1)
         return hidden.index_select(0, last)
 
     def _draw(self, hidden: Tensor, rows: NDArray[np.int32], at: NDArray[np.int32]) -> Tensor:
@@ -303,8 +303,8 @@ class ModelRunner:
         if self._pooler.concerns(plan.rows) or total == plan.num_tokens:
             return None
         if total == np.count_nonzero(plan.samples):
-            return np.ascontiguousarray((np.cumsum(plan.counts) - 1)[plan.samples], dtype=np.int32)
-        first = np.cumsum(plan.counts) - np.cumsum(plan.num_logits)  # of each row's lines, less the lines before it
+            return np.ascontiguousarray((plan.ends - 1)[plan.samples], dtype=np.int32)
+        first = plan.ends - np.cumsum(plan.num_logits)  # of each row's lines, less the lines before it
         wanted: NDArray[np.int32] = (np.arange(total) + np.repeat(first, plan.num_logits)).astype(np.int32)
         return wanted
 
@@ -316,23 +316,11 @@ class ModelRunner:
 
     def _outputs(self, plan: StepPlan, hidden: Tensor) -> StepOutput:
         """Sample, score and pool from the last hidden states [T, hidden_size]."""
-        ends = np.cumsum(plan.counts)
-        token_ids = np.full(len(plan.rows), NO_TOKEN, dtype=np.int32)
-        failed = np.zeros(len(plan.rows), dtype=np.bool_)
-        logprobs: dict[int, list[Line]] = {}
-        reasons: dict[int, str] = {}
+        token_ids, failed, logprobs, reasons = self._sample_plan(plan, hidden)
         accepted, tainted = None, frozenset[int]()
-        sampled = np.flatnonzero(plan.samples if plan.drafts is None else plan.samples & (plan.drafts == 0))
-        if len(sampled):
-            rows = plan.rows[sampled]
-            at = plan.starts[sampled] + plan.counts[sampled]
-            out = self._sample(self._last_hidden(plan, hidden, sampled), rows, at)
-            token_ids[sampled], failed[sampled] = out.token_ids, out.failed
-            logprobs = {row: [line] for row, line in out.logprobs.items()}
-            reasons = out.reasons
         if plan.drafts is not None:
             indices = np.flatnonzero(plan.drafts)
-            verified = self._verifier.verify(hidden, self._drafted(plan, ends, indices))
+            verified = self._verifier.verify(hidden, self._drafted(plan, indices))
             accepted = np.zeros(len(plan.rows), dtype=np.int32)
             accepted[indices] = verified.accepted
             token_ids[indices], failed[indices] = verified.token_ids, verified.failed
@@ -341,20 +329,39 @@ class ModelRunner:
             if self._state_step is not None:
                 self._state_step.accept(accepted)
         reasons = {row: reason for row, reason in reasons.items() if reason != NON_FINITE}
-        scored = self._score(plan, hidden, ends, failed) if self._prompt_logprobs else {}
+        scored = self._score(plan, hidden, failed) if self._prompt_logprobs else {}
         for row in scored:
             if np.isnan(scored[row][1]).any():
                 reasons.pop(row, None)
-        targets = self._score_targets(plan, hidden, ends, failed) if self._targets else {}
+        targets = self._score_targets(plan, hidden, failed) if self._targets else {}
         for row in targets:
             if np.isnan(targets[row][1]).any():
                 reasons.pop(row, None)
         pooled = {}
         if self._pooler.concerns(plan.rows):
-            pooled = self._pooler.take(plan, hidden, ends, self._rows, failed)
+            pooled = self._pooler.take(plan, hidden, plan.ends, self._rows, failed)
         return StepOutput(token_ids, failed, logprobs, scored, pooled, reasons, accepted, tainted, targets)
 
-    def _drafted(self, plan: StepPlan, ends: NDArray[Any], indices: NDArray[np.intp]) -> Drafted:
+    def _sample_plan(
+        self, plan: StepPlan, hidden: Tensor
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_], dict[int, list[Line]], dict[int, str]]:
+        """Sample the rows that have no drafts, and return `StepOutput`'s first fields and the reasons of failures."""
+        samples = plan.samples if plan.drafts is None else plan.samples & (plan.drafts == 0)
+        at = plan.starts + plan.counts
+        if samples.all():
+            out = self._sample(self._last_hidden(plan, hidden, np.arange(len(at))), plan.rows, at)
+            token_ids, failed = out.token_ids, out.failed
+        else:
+            token_ids = np.full(len(at), NO_TOKEN, dtype=np.int32)
+            failed = np.zeros(len(at), dtype=np.bool_)
+            indices = np.flatnonzero(samples)
+            if not len(indices):
+                return token_ids, failed, {}, {}
+            out = self._sample(self._last_hidden(plan, hidden, indices), plan.rows[indices], at[indices])
+            token_ids[indices], failed[indices] = out.token_ids, out.failed
+        return token_ids, failed, {row: [line] for row, line in out.logprobs.items()}, out.reasons
+
+    def _drafted(self, plan: StepPlan, indices: NDArray[np.intp]) -> Drafted:
         """Return the rows with drafts, at `indices` of the plan."""
         assert plan.drafts is not None
         rows, counts = plan.rows[indices], plan.drafts[indices]
@@ -362,7 +369,7 @@ class ModelRunner:
         columns = np.arange(int(counts.max()))
         drafts = self._rows.token_ids[rows[:, None], at[:, None] + np.minimum(columns, counts[:, None] - 1)]
         drafts = np.where(columns < counts[:, None], drafts, NO_DRAFT_ID).astype(np.int32)
-        first = (ends[indices] - counts - 1).astype(np.int64)
+        first = (plan.ends[indices] - counts - 1).astype(np.int64)
         return Drafted(rows, first, drafts, counts, at, at - self._rows.prompt_len[rows])
 
     def _sample(self, hidden: Tensor, rows: NDArray[np.int32], at: NDArray[np.int32]) -> SampleOutput:
@@ -387,10 +394,11 @@ class ModelRunner:
         return SampleOutput(token_ids, failed, chosen.reasons | out.reasons, out.logprobs)
 
     def _score(
-        self, plan: StepPlan, hidden: Tensor, ends: NDArray[Any], failed: NDArray[np.bool_]
+        self, plan: StepPlan, hidden: Tensor, failed: NDArray[np.bool_]
     ) -> dict[int, tuple[int, NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]]:
         """Compute log-probabilities of the prompt tokens that follow this step's positions: those of many rows at once,
         because the head reads all of its weights for each call."""
+        ends = plan.ends
         wanted: dict[int, list[tuple[int, int, int]]] = {}  # top -> index in the plan, first position, end
         for i, row in enumerate(plan.rows.tolist()):
             if row not in self._prompt_logprobs:
@@ -417,10 +425,11 @@ class ModelRunner:
         return scored
 
     def _score_targets(
-        self, plan: StepPlan, hidden: Tensor, ends: NDArray[Any], failed: NDArray[np.bool_]
+        self, plan: StepPlan, hidden: Tensor, failed: NDArray[np.bool_]
     ) -> dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """Compute log-probabilities of the targets behind this step's positions. Each position's logits are computed
         once, and those of many rows at once."""
+        ends = plan.ends
         found: list[tuple[int, NDArray[np.int64]]] = []  # index in the plan, numbers of the row's targets
         index: list[NDArray[np.int64]] = []
         ids: list[NDArray[np.int64]] = []

@@ -10,7 +10,9 @@ when the chain excludes all tokens, and when its mask raises; the other rows are
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,7 +117,7 @@ class Sampler:
         special = self._params.special[rows]
         sampled = self._sample_request(logits, rows) if special.any() else None
         tokens, alive, sound = self._take(logits, rows, positions, num_outputs)
-        output = self.unpack(self.pack(tokens, alive, sound).cpu().numpy(), rows)
+        output = self._fetch(tokens, alive, sound, rows)
         if not special.any():
             return output
         taken = special & ~output.failed
@@ -176,7 +178,13 @@ class Sampler:
     def accept(self, tokens: Tensor, alive: Tensor, rows: NDArray[np.int32]) -> SampleOutput:
         """Return the output of `plain` rows whose most probable tokens (int64 [S]) are known already; alive: bool
         [S]."""
-        return self.unpack(self.pack(tokens, alive, alive).cpu().numpy(), rows)
+        return self._fetch(tokens, alive, alive, rows)
+
+    def _fetch(self, tokens: Tensor, alive: Tensor, sound: Tensor, rows: NDArray[np.int32]) -> SampleOutput:
+        """Wait for the results of these rows; see `pack`."""
+        if self._device.type == "cpu":
+            return self.unpack((tokens.numpy(), alive.numpy(), sound.numpy()), rows)
+        return self.unpack(self.pack(tokens, alive, sound).cpu().numpy(), rows)
 
     def _choose(
         self, logits: Tensor, peaks: Tensor, rows: NDArray[np.int32], positions: NDArray[np.int32]
@@ -224,11 +232,14 @@ class Sampler:
         return torch.stack((tokens, alive.long(), sound.long()))
 
     @staticmethod
-    def unpack(packed: NDArray[np.int64], rows: NDArray[np.int32]) -> SampleOutput:
-        """Unpack the result of `pack` on the host."""
-        failed = packed[1] == 0
-        token_ids = np.where(failed, NO_TOKEN, packed[0]).astype(np.int32)
-        reasons = {int(rows[i]): NOTHING_LEFT if packed[2, i] else NON_FINITE for i in np.flatnonzero(failed)}
+    def unpack(packed: Iterable[NDArray[Any]], rows: NDArray[np.int32]) -> SampleOutput:
+        """Return the results of these rows from the lines of `pack` on the host, or from what it is given."""
+        tokens, alive, sound = packed
+        token_ids, failed = tokens.astype(np.int32), alive == 0
+        if not failed.any():
+            return SampleOutput(token_ids, failed)
+        token_ids[failed] = NO_TOKEN
+        reasons = {int(rows[i]): NOTHING_LEFT if sound[i] else NON_FINITE for i in np.flatnonzero(failed)}
         return SampleOutput(token_ids, failed, reasons)
 
     def _fail_broken(self, output: SampleOutput, rows: NDArray[np.int32]) -> None:

@@ -120,7 +120,8 @@ struct Step {
     int32_t tokens, num_groups;
     const int64_t* token_ids;
     const AttentionGroup* groups;
-    const float* const* rotations;  // per rope kind [tokens][head_dim]: cosines, then sines, of half a head
+    const int64_t* positions;       // of the tokens: their rows of `rotations`; null: those are in the tokens' order
+    const float* const* rotations;  // per rope kind rows of [head_dim]: cosines, then sines, of half a head
     const float* const* query_factors;  // per rope kind [tokens], of rotated queries; or null: 1
     void* hidden;                   // out: [tokens][hidden] in the activations' kind, after the last norm
     const int32_t* wanted;          // tokens, ascending, whose row of `hidden` is wanted; others are left as they are

@@ -165,7 +165,7 @@ struct Decoder {
         me.share_rows(tokens, 4, [&](int first, int last) {
             for (int t = first; t < last; t++) {
                 float* x = space.qkv + t * space.qkv_stride;
-                const float* cosine = rotation + int64_t(t) * dim;
+                const float* cosine = rotation + (step.positions ? step.positions[t] : t) * dim;
                 const bool centred = shape.layer_norm, joint = layer.qk_norm && shape.joint_qk_norm;
                 if (joint) {
                     norm_row(x, layer.qk_norm, heads * dim, shape.eps, centred, x);

@@ -4,6 +4,7 @@ precision; its quantized forms are near the plain one; and what is chosen is wha
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,24 @@ def assert_same_answers(ours: list[Completion], theirs: list[Completion]) -> Non
         assert first.logprobs is not None
         assert second.logprobs is not None
         np.testing.assert_allclose(first.logprobs.chosen, second.logprobs.chosen, rtol=5e-7)
+
+
+def test_frequencies_that_follow_a_rows_length_are_those_of_torch(tiny_model: TinyModel) -> None:
+    # Given prompts on both sides of a context of 16 tokens, behind which frequencies change
+    prompts = [[(7 * i + length) % 250 + 1 for i in range(length)] for length in (4, 15, 16, 17, 30)]
+    config = EngineConfig(
+        dtype="float32", max_model_len=64, cache=CacheConfig(block_size=16, num_blocks=40),
+        schedule=ScheduleConfig(max_num_seqs=3, max_num_batched_tokens=11),
+    )  # fmt: skip
+    ours, torchs = (
+        answers(Engine.load(tiny_model("llama-dynamic"), replace(config, attention=name)), prompts, at_once=5)
+        for name in ("native", "paged-sdpa")
+    )
+    for one, other in zip(ours, torchs, strict=True):
+        assert one.choices[0].token_ids.tolist() == other.choices[0].token_ids.tolist()
+        assert one.choices[0].logprobs is not None
+        assert other.choices[0].logprobs is not None
+        np.testing.assert_allclose(one.choices[0].logprobs.chosen, other.choices[0].logprobs.chosen, atol=1e-4)
 
 
 @pytest.mark.slow
