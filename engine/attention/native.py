@@ -151,6 +151,7 @@ class NativeAttention:
         groups = self.storage.layout.groups
         starts = np.ascontiguousarray(batch.starts, dtype=np.int32)
         counts = np.ascontiguousarray(batch.counts, dtype=np.int32)
+        starts_at, counts_at = starts.ctypes.data, counts.ctypes.data
         keep: list[object] = [starts, counts]
         inputs = (GroupInput * len(groups))()
         for index, group in enumerate(groups):
@@ -158,7 +159,7 @@ class NativeAttention:
             slots = np.ascontiguousarray(batch.slot_mapping[index], dtype=np.int64)
             keep += (table, slots)
             inputs[index] = GroupInput(
-                starts.ctypes.data, counts.ctypes.data, table.ctypes.data, slots.ctypes.data,
+                starts_at, counts_at, table.ctypes.data, slots.ctypes.data,
                 len(starts), batch.num_decodes, table.shape[1], group.window or 0,
             )  # fmt: skip
         tasks = self.library.plan(self.storage.shape, self._heads, MOST_PARTIALS, inputs)

@@ -101,7 +101,8 @@ class NativeDecoder:
         """Run `forward`; states: the output for those before `layers`, [T, len(layers), hidden_size]."""
         if not (isinstance(attend, AttentionStep) and isinstance(attend.backend, NativeAttention)):
             raise EngineError("a native decoder computes with native attention only; load the model for another one")
-        bound = self._bind(attend.backend, len(input_ids))
+        tokens = input_ids.shape[0]
+        bound = self._bind(attend.backend, tokens)
         by_position = self._spec.rope_original_max is None  # else the rows of longer sequences are in no table
         if by_position:
             end = int(positions.numpy().max()) + 1
@@ -109,12 +110,12 @@ class NativeDecoder:
         else:
             rotations = [rope.rows(positions, rope_lengths) for rope in self._ropes]
         growths = [None if rope.growth is None else rope.growth.factors(positions) for rope in self._decoder.ropes]
-        hidden = torch.empty(len(input_ids), self._decoder.hidden_size, dtype=self._spec.dtype)
+        hidden = torch.empty(tokens, self._decoder.hidden_size, dtype=self._spec.dtype)
         state_layers = (ctypes.c_int32 * len(layers))(*layers)
         ids, at = input_ids.contiguous(), positions.contiguous()
         wanted = attend.prepared.wanted
         step = StepStruct(
-            len(ids), len(attend.backend.storage.layout.groups), ids.data_ptr(), attend.prepared.tasks.groups,
+            tokens, len(attend.backend.storage.layout.groups), ids.data_ptr(), attend.prepared.tasks.groups,
             at.data_ptr() if by_position else None, _pointers(rotations), _pointers(growths), hidden.data_ptr(),
             None if wanted is None else wanted.ctypes.data,
             -1 if wanted is None else len(wanted), len(layers), ctypes.addressof(state_layers),
@@ -135,7 +136,7 @@ class NativeDecoder:
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """See `GreedyModel.greedy`. A soft cap and a scale preserve the order, so they are not applied."""
-        return self._head.argmax(hidden, self._room(len(hidden)))
+        return self._head.argmax(hidden, self._room(hidden.shape[0]))
 
     def spent(self) -> dict[str, float]:
         """Seconds in each part of the kernels since the first step, by the first thread's clock."""

@@ -98,7 +98,7 @@ def step_batch(
         at_row, positions: of `flatten`.
         num_groups: the first so many cache groups have keys and values; None: all.
     """
-    block, offset = positions // rows.block_size, positions % rows.block_size
+    block, offset = np.divmod(positions, rows.block_size)
     width = int(block.max()) + 1
     tables, slots = [], []
     for table in rows.block_tables[:num_groups]:
@@ -377,12 +377,12 @@ class ModelRunner:
 
         Where the model supports it, plain greedy rows never have all their logits written.
         """
-        num_outputs = at - self._rows.prompt_len[rows]
         plain = np.zeros(len(rows), dtype=np.bool_) if self._greedy is None else self._sampler.plain(rows)
+        if self._greedy is not None and plain.all():
+            return self._sampler.accept(*self._greedy(hidden), rows)
+        num_outputs = at - self._rows.prompt_len[rows]
         if self._greedy is None or not plain.any():
             return self._sampler.sample(self._model.logits(hidden), rows, at, num_outputs)
-        if plain.all():
-            return self._sampler.accept(*self._greedy(hidden), rows)
         easy, rest = np.flatnonzero(plain), np.flatnonzero(~plain)
         chosen = self._sampler.accept(*self._greedy(hidden[torch.from_numpy(easy)]), rows[easy])
         logits = self._model.logits(hidden[torch.from_numpy(rest)])

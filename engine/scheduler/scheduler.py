@@ -336,13 +336,13 @@ class Scheduler:
             good = self._batch.epoch[plan.rows] == epochs
         bad = good & failed
         good &= ~failed
-        for i in np.flatnonzero(bad).tolist():
+        for i in bad.nonzero()[0].tolist():
             position = int(ends[i]) - 1
             own = (reasons or {}).get(row := int(plan.rows[i]))
             why = own or f"non-finite values at or before position {position}"
             ended[i] = self._finish(self._batch.owner(row), FinishReason.ERROR, error=why, poisoned=own is None)
         self._end_scored(plan, ends, good, ended)
-        chosen = np.flatnonzero(good & plan.samples)
+        chosen = (good & plan.samples).nonzero()[0]
         if chosen.size:
             rows = plan.rows[chosen]
             if plan.drafts is None:  # else some may have ended by now, and all are recorded above
@@ -431,7 +431,7 @@ class Scheduler:
         """Confirm positions that led to finite values, and end the rows that had only a prompt to compute."""
         seen = good & (plan.num_logits > 0)
         self._batch.confirmed[plan.rows[seen]] = ends[seen]
-        for i in np.flatnonzero(good & ~plan.samples).tolist():
+        for i in (good & ~plan.samples).nonzero()[0].tolist():
             row = int(plan.rows[i])
             if ends[i] != self._stops.max_known[row]:
                 continue
@@ -443,7 +443,7 @@ class Scheduler:
 
     def _append(self, rows: Ints, tokens: Ints, indices: NDArray[np.intp], ended: Ended) -> None:
         """Append the sampled tokens and end the rows for which they are the last."""
-        if (tokens < 0).any():
+        if tokens.min() < 0:
             row = int(rows[np.argmax(tokens < 0)])
             raise EngineError(f"row {row}: the step gave no token and did not fail; the runner must mark it as failed")
         self._planner.counters.generated_tokens += len(rows)
@@ -454,13 +454,13 @@ class Scheduler:
         growing = rows[grown]
         self.rows.token_ids[growing, known[grown]] = tokens[grown]
         self.rows.num_known[growing] += 1
-        for i in np.flatnonzero(grown & self._batch.watched[rows]).tolist():
+        for i in (grown & self._batch.watched[rows]).nonzero()[0].tolist():
             sequence = self._batch.owner(int(rows[i]))
             may_stop = bool(known[i] + 1 >= self._stops.min_known[rows[i]])
             if (end := sequence.watch(int(tokens[i]), may_stop)) is not None:
                 ended[int(indices[i])] = self._finish(sequence, end.reason, error=end.error)
                 done[i] = False
-        for i in np.flatnonzero(done).tolist():
+        for i in done.nonzero()[0].tolist():
             sequence = self._batch.owner(int(rows[i]))
             stop = int(tokens[i]) if stopped[i] else None
             reason = FinishReason.LENGTH if stop is None else FinishReason.STOP

@@ -186,8 +186,8 @@ class StepPlanner:
         rows = self._order[self._next : end]
         starts = self._rows.num_computed[rows]
         pending = self._batch.known(rows) - starts
-        counts = np.clip(pending, 0, 1)  # negative while drafts are under way
-        visit = np.flatnonzero(self._needs_visit(rows, starts, pending))
+        counts = (pending > 0).astype(np.int32)  # negative while drafts are under way
+        visit = self._needs_visit(rows, starts, pending).nonzero()[0]
         if visit.size:
             counts[visit] = 0
             before = np.cumsum(counts)
