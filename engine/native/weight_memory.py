@@ -1,8 +1,8 @@
 """Memory of packed weights, in huge pages.
 
 A step reads weights from one end to the other, or the experts that its tokens chose. In pages of 4 KB the processor has
-to look up a new address every 4 KB, which took 3 to 15 % of a mixture's step of 64 rows, most while other processes used
-the memory. Experts are smaller than a huge page, so weights share areas of many.
+to look up a new address every 4 KB, which took 3 to 15 % of a mixture's step of 64 rows, most while other processes
+used the memory. Experts are smaller than a huge page, so weights share areas of many.
 """
 
 from __future__ import annotations
