@@ -13,6 +13,9 @@ from tests.servers.prometheus import PrometheusServer
 CHOSEN: Final = {"$__rate_interval": "10s", "$__range": "60s", "$model": ".+", "$instance": ".+"}
 """Grafana's values for its variables."""
 
+OF_MIXTURES: Final = {"Busiest expert and rank, over the mean"}
+"""Panels that have data only with a mixture of experts."""
+
 OF_RELEASES: Final = {
     "Releases", "Candidates beside the served version", "Rows that candidates computed, too",
     "Workers that failed their canary prompts",

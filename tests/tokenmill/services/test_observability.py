@@ -321,5 +321,5 @@ def test_dashboards_have_their_metrics_and_alerts_fire_and_end(harness: Harness)
     with RepeatedCall(harness.chat):
         wait_for(lambda: not harness.prometheus.query(idle), "it fires on")
     assert fired | BY_PROMTOOL_ALONE == set(NAMES)
-    assert {one.panel for one in answers.left} == dashboards.OF_RELEASES
-    print(f"{count - len(answers.left)} of {count} queries of dashboards had an answer; the others are about releases")
+    assert {one.panel for one in answers.left} == dashboards.OF_RELEASES | dashboards.OF_MIXTURES
+    print(f"{count - len(answers.left)} of {count} queries had an answer; the others need releases or mixtures")
