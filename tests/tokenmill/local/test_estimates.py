@@ -62,8 +62,8 @@ def test_given_accidental_prefixes_when_estimated_then_tokens_are_those_that_a_r
     assert found["prompt_tokens"] == usage["prompt"]
     assert found["expected_tokens"] == usage["completion"]
     assert usage["cached"] > usage["prompt"] / 5, "else there is nothing to foresee"
-    # What a shard finds in the cache depends on what the others had computed when it was ready: 952 to 1,078 tokens have
-    # been seen with shards of 7 rows, and 999 are foreseen. A whole job in one shard is counted to the token.
+    # What a shard finds in the cache depends on what the others had computed when it was ready: of shards of 7 rows,
+    # 952 to 1,078 tokens have been seen, and 999 are foreseen. A whole job in one shard is counted to the token.
     tolerance = 0 if shard_rows == "2000" else 0.06 * usage["prompt"]
     assert abs(usage["cached"] - found["shared_prefix_tokens"]) <= tolerance
 
