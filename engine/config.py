@@ -25,6 +25,9 @@ class CacheConfig:
         num_blocks: blocks of the full-attention pool; overrides both.
         prefix_caching: reuse blocks between requests with the same leading tokens and salt.
         sequences, tokens_per_sequence: the planned work, when known; the pool is no larger than it can use.
+        tier_folder: a folder that holds a second tier of the prefix cache, which processes may share and later ones
+            find (`engine.cache.folder_tier`); None: there is none.
+        tier_bytes: maximum bytes of the blocks in it.
     """
 
     block_size: int = 32
@@ -35,6 +38,8 @@ class CacheConfig:
     prefix_caching: bool = True
     sequences: int | None = None
     tokens_per_sequence: int | None = None
+    tier_folder: str | None = None
+    tier_bytes: int = 10_000_000_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.attention import AttentionBackend, KVLayout, log_choice, make_backend, supports_fp8_cache
+from engine.cache.block_tier import TierStats
 from engine.config import EngineConfig, KVDType, SpeculationConfig
 from engine.errors import EngineError, RequestRefused
 from engine.expert_load import ExpertLoad
@@ -30,12 +31,14 @@ from engine.quant.linear import fast_at_load
 from engine.quant.rtn import AT_LOAD
 from engine.request import Completion, PartialChoice, Request
 from engine.runner.async_loop import StepLoop, make_health_check
+from engine.runner.block_transfer import BlockTransfer
 from engine.runner.collect import CompletionCollector
 from engine.runner.device_memory import cache_budget, make_memory_release, measure
 from engine.runner.graphs import make_graphs
 from engine.runner.memory import plan_cache
 from engine.runner.null_runner import NullRunner
 from engine.runner.runner import AheadRunner, ModelRunner, StateReader, StepRunner
+from engine.runner.second_tier import SecondTier, check_second_tier, open_second_tier
 from engine.sampling.rows import check_params
 from engine.scheduler.latency import ClassStats, LatencyCounts
 from engine.scheduler.resume import ANSWERED
@@ -72,6 +75,7 @@ class EngineStats:
             needed before the next one could be planned, where steps are planned ahead.
         steps_recorded: steps that replayed a graph.
         steps_out_of_memory: steps that ran out of device memory; their sequences were computed again.
+        tier: of the second tier of the prefix cache; None: there is none.
     """
 
     computed: int
@@ -94,6 +98,7 @@ class EngineStats:
     steps_not_ahead: int = 0
     steps_recorded: int = 0
     steps_out_of_memory: int = 0
+    tier: TierStats | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -180,11 +185,12 @@ class Engine:
         weight_bytes: Mapping[str, int] | None = None,
         device: torch.device | None = None,
         routed: RoutedModel | None = None,
+        second_tier: SecondTier | None = None,
     ) -> None:
         """`attention_name`: of the backend in use, with the instruction set of native kernels. `make_proposer`: creates
         the proposer, where the settings enable one other than n-grams. `weight_bytes`: of the weights, by their form,
         where the model reports them. `device`: that computes the steps; None: the CPU. `routed`: the model, where it
-        may count the rows of its experts."""
+        may count the rows of its experts. `second_tier`: of the prefix cache."""
         self.config = config
         self.spec = spec
         self.max_model_len = max_model_len
@@ -201,6 +207,9 @@ class Engine:
             eos_token_ids=spec.eos_token_ids,
             rope_original_max=spec.rope_original_max,
         )
+        self._second_tier = second_tier
+        if second_tier is not None:
+            self.scheduler.use_tier(second_tier.tier, second_tier.max_loads)
         self._runner = make_runner(self.scheduler)
         if config.speculation.method != "off":
             lengths = make_draft_lengths(config.speculation, config.schedule.max_num_seqs)
@@ -222,17 +231,23 @@ class Engine:
             overlapped = False
         self._loop = StepLoop(
             self.scheduler, self._collector, clock, overlapped=overlapped, recover=make_memory_release(device),
-            check_health=make_health_check(device),
+            check_health=make_health_check(device), after_step=self._store_blocks,
         )  # fmt: skip
 
     @classmethod
     def load(
-        cls, path: str | Path, config: EngineConfig | None = None, rank_group: RankGroupProcesses | None = None
+        cls,
+        path: str | Path,
+        config: EngineConfig | None = None,
+        rank_group: RankGroupProcesses | None = None,
+        model_digest: Callable[[], str] | None = None,
     ) -> Engine:
         """Load a model (a Hugging Face folder with safetensors, or a GGUF file) and make an engine for it.
 
         Args:
             rank_group: running ranks, for a model that several share; None: they are started where they are needed.
+            model_digest: called after loading for a digest of all files that the model's keys and values depend on, if
+                the prefix cache has a second tier.
 
         Raises:
             ModelNotFound, UnsupportedModel, CorruptWeights: the model can't be used; the message names why.
@@ -246,6 +261,7 @@ class Engine:
         ranks = config.tensor_parallel != 1 or config.expert_parallel or config.expert_counts is not None
         if rank_group is not None or ranks:
             return cls._load_shared(path, config, dtype, device, rank_group)
+        check_second_tier(config, model_digest)
         native = native_library(config, dtype, device)
         builder = decoder_builder(config, native, dtype, device)
         load = partial(load_model, dtype=dtype, device=device, builder=builder, own_models=config.own_models)
@@ -273,12 +289,13 @@ class Engine:
             return ModelRunner(model, attention, rows, max_num_seqs=config.schedule.max_num_seqs, device=device)
 
         states = StateStorage(groups, spec.states, device) if spec.state_layers else None
+        second_tier: SecondTier | None = None
 
         def compute_recorded(rows: RowState) -> StepRunner:
             graphs = make_graphs(config, model, attention, rows.block_tables[0].shape[1], device)
             return ModelRunner(
                 model, attention, rows, max_num_seqs=config.schedule.max_num_seqs, device=device, graphs=graphs,
-                states=states,
+                states=states, blocks=None if second_tier is None else second_tier.blocks,
             )  # fmt: skip
 
         block_size = config.cache.block_size
@@ -293,11 +310,17 @@ class Engine:
             eagle = HeadProposerState(head, groups, block_size, spec.vocab_size, resolve_max_drafts(config.speculation))
             make_proposer = partial(eagle.proposer, attend=attend)
         name = attention.name if native is None else f"{attention.name} ({native.name})"
+        if model_digest is not None and cache.tier_folder is not None:
+            tensors = [attention.block_tensors(group) for group in range(len(attending))]
+            tensors += [] if states is None else [states.block_tensors()]
+            second_tier = open_second_tier(
+                config, (model_digest(), str(spec.dtype), device.type, name, limit), BlockTransfer(tensors)
+            )
         return cls(
             config, spec, groups, limit, lambda scheduler: compute_recorded(scheduler.rows),
             attention_name=name, make_proposer=make_proposer,
             weight_bytes=model.weight_bytes() if isinstance(model, WeighedModel) else None, device=device,
-            routed=model if isinstance(model, RoutedModel) else None,
+            routed=model if isinstance(model, RoutedModel) else None, second_tier=second_tier,
         )  # fmt: skip
 
     @classmethod
@@ -339,8 +362,8 @@ class Engine:
         make_runner: Callable[[RowState, int], StepRunner] = NullRunner,
     ) -> Engine:
         """Make an engine whose steps cost nothing, to measure and simulate everything around a model. `make_runner`
-        gets the rows' state and the size of the vocabulary. Speculation is off: where steps cost nothing, drafts save
-        nothing."""
+        gets the rows' state and the size of the vocabulary. Speculation is off, and the prefix cache has no second
+        tier: where steps cost nothing, neither saves anything."""
         config = replace(config, speculation=SpeculationConfig())
         groups = (CacheGroup(tuple(range(spec.num_layers)), None, num_blocks),)
         limit = min(config.max_model_len or spec.max_position, (num_blocks - 1) * config.cache.block_size)
@@ -445,6 +468,11 @@ class Engine:
         ended = [*self._loop.take_pending(), *self.scheduler.take_finished(), *finished]
         return ready + self._collector.finish(ended, self.clock())
 
+    def _store_blocks(self) -> None:
+        """Pass blocks to the second tier."""
+        if self._second_tier is not None:
+            self._second_tier.store(self.scheduler)
+
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Complete all requests, in the order in which they end."""
         for request in requests:
@@ -459,7 +487,10 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """End the ranks that share the model. Memory is released when the engine is dropped."""
+        """End the ranks that share the model, and store what the second tier of the prefix cache is to have. Memory is
+        released when the engine is dropped."""
+        if self._second_tier is not None:
+            self._second_tier.tier.close()
         if isinstance(self._runner, LeaderRunner):
             self._runner.close()
 
@@ -487,6 +518,7 @@ class Engine:
             steps_not_ahead=self._loop.stats.awaited,
             steps_recorded=getattr(self._runner, "graph_steps", 0),
             steps_out_of_memory=self._loop.stats.out_of_memory,
+            tier=None if self._second_tier is None else self._second_tier.tier.stats(),
         )
 
     def expert_load(self) -> ExpertLoad | None:

@@ -94,6 +94,15 @@ class BlockCopy(NamedTuple):
     tokens: int
 
 
+class BlockLoad(NamedTuple):
+    """A block whose content comes from the second tier of the prefix cache: uint8 [bytes], as
+    `engine.runner.block_transfer` reads them."""
+
+    group: int
+    block: int
+    data: NDArray[np.uint8]
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. Rows that compute a single token come first (`num_decodes` of them), then the chunks.
@@ -107,6 +116,7 @@ class StepPlan:
         num_tokens: sum of counts.
         new_rows: rows whose owner changed; the runner and sampler (re)load their parameters before computing.
         zero_blocks: blocks to zero before computing (their last owner met non-finite values, and 0 * NaN = NaN).
+        load_blocks: blocks to fill before computing, after zeroing.
         copy_blocks: copies to make before computing, after zeroing; no target is the source of another one. Sources
             were computed in earlier steps.
         drafts: int32 [B], how many of the row's last positions hold drafts instead of known tokens; None: none do.
@@ -123,6 +133,7 @@ class StepPlan:
     num_tokens: int
     new_rows: tuple[NewRow, ...] = ()
     zero_blocks: tuple[BlockRef, ...] = ()
+    load_blocks: tuple[BlockLoad, ...] = ()
     copy_blocks: tuple[BlockCopy, ...] = ()
     drafts: NDArray[np.int32] | None = None
     ahead: NDArray[np.bool_] | None = None

@@ -108,6 +108,10 @@ class StateStorage:
         self._device = device
         self.states = {layer: empty_states(shapes[layer], slots, device) for layer in groups[self.group].layers}
 
+    def block_tensors(self) -> list[Tensor]:
+        """Return the tensors of all layers, [slots, *shape] each, as `AttentionBackend.block_tensors` does."""
+        return [tensor for tensors in self.states.values() for tensor in tensors]
+
     def step(self, plan: StepPlan, rows: RowState) -> StateStep:
         """Prepare a step."""
         table, size = rows.block_tables[self.group], rows.block_size

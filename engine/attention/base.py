@@ -120,6 +120,11 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def block_tensors(self, group: int) -> list[Tensor]:
+        """Return the tensors of the group's layers, [num_blocks, …] each, in an order that a layout has for ever: line
+        b of all of them is the content of block b."""
+        ...
+
     def zero(self, group: int, blocks: list[int]) -> None:
         """Zero these blocks in all layers of the group."""
         ...

@@ -57,6 +57,11 @@ class AttentionByShape:
         part = self._part_of_layer[layer]
         return self._parts[part].backend.attend(layer, q, k, v, scale, step[part], sinks)
 
+    def block_tensors(self, group: int) -> list[Tensor]:
+        """See `AttentionBackend.block_tensors`."""
+        part = self._parts[self._part_of_group[group]]
+        return part.backend.block_tensors(part.groups.index(group))
+
     def zero(self, group: int, blocks: list[int]) -> None:
         """See `AttentionBackend.zero`."""
         part = self._parts[self._part_of_group[group]]

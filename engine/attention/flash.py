@@ -264,6 +264,9 @@ class FlashAttention:
         before = -1 if window is None else window - 1
         return self._call(self._module, q.contiguous(), keys, values, pages, scale, (before, 0))
 
+    def block_tensors(self, group: int) -> list[Tensor]:
+        return self.storage.block_tensors(group)
+
     def zero(self, group: int, blocks: list[int]) -> None:
         self.storage.zero(group, blocks)
 

@@ -76,6 +76,11 @@ class NativeStorage:
                     self.key_scales[layer] = zeros((group.num_blocks, heads * columns), torch.float32, CPU)
                     self.value_scales[layer] = zeros((group.num_blocks, heads * columns), torch.float32, CPU)
 
+    def block_tensors(self, group: int) -> list[Tensor]:
+        """See `AttentionBackend.block_tensors`."""
+        stores = tuple(filter(None, (self.keys, self.values, self.key_scales, self.value_scales)))
+        return [stored[layer] for layer in self.layout.groups[group].layers for stored in stores]
+
     def zero(self, group: int, blocks: list[int]) -> None:
         """Zero these blocks in all layers of the group."""
         index = torch.tensor(blocks, dtype=torch.int64)
@@ -207,6 +212,9 @@ class NativeAttention:
                     f"attention was made for {name} of {list(expected)} in {self.activations.name}, "
                     f"but the model gives {given}"
                 )
+
+    def block_tensors(self, group: int) -> list[Tensor]:
+        return self.storage.block_tensors(group)
 
     def zero(self, group: int, blocks: list[int]) -> None:
         self.storage.zero(group, blocks)

@@ -135,6 +135,9 @@ class PagedSdpaAttention:
             self._attend_chunk(layer, q, k, v, scale, sinks, chunk, out)
         return out
 
+    def block_tensors(self, group: int) -> list[Tensor]:
+        return self.storage.block_tensors(group)
+
     def zero(self, group: int, blocks: list[int]) -> None:
         self.storage.zero(group, blocks)
 

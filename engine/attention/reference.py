@@ -97,6 +97,9 @@ class ReferenceAttention:
             out[begin:end] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
         return out
 
+    def block_tensors(self, group: int) -> list[Tensor]:
+        return self.storage.block_tensors(group)
+
     def zero(self, group: int, blocks: list[int]) -> None:
         self.storage.zero(group, blocks)
 

@@ -72,6 +72,11 @@ class KVStorage:
         keys, values = (stored[layer].view(shape).index_select(0, slots) for stored in (self.keys, self.values))
         return keys, values
 
+    def block_tensors(self, group: int) -> list[Tensor]:
+        """See `AttentionBackend.block_tensors`."""
+        stores = (*self._stores, *filter(None, (self.key_scales, self.value_scales)[: len(self._stores)]))
+        return [stored[layer] for layer in self.layout.groups[group].layers for stored in stores]
+
     def zero(self, group: int, blocks: list[int]) -> None:
         """Zero these blocks in all layers of the group."""
         (index,) = self._transfer.up(np.array(blocks, dtype=np.int64))

@@ -215,6 +215,9 @@ class TritonPagedAttention:
             self._launch(layer, q, scale, step, tiles, sinks, out)
         return out
 
+    def block_tensors(self, group: int) -> list[Tensor]:
+        return self.storage.block_tensors(group)
+
     def zero(self, group: int, blocks: list[int]) -> None:
         self.storage.zero(group, blocks)
 

@@ -15,6 +15,8 @@ In a group of layers with states (`engine.states`) not every block gets a slot: 
 before it when the row grows past it, each `snapshot_blocks`-th, the ends of retained prefixes, and those behind which
 waiting sequences part, or those that came earlier.
 
+A second tier (`engine.cache.tiering`) may hold copies of blocks; `load` fetches those of a prefix before `match`.
+
 A row can also borrow the last, partly filled block of another row, to be copied before it writes there (`borrow`).
 """
 
@@ -26,8 +28,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.cache.block_tier import BlockTier
 from engine.cache.blocks import BlockPool
 from engine.cache.prefix import Digest, HashChain, PrefixIndex, PrefixNode, chain_digest
+from engine.cache.tiering import Tiering
 from engine.plan import NO_BLOCK, BlockCopy, BlockRef, CacheGroup, RowState
 from engine.request import Request
 
@@ -46,6 +50,7 @@ class CacheTables:
         state_groups: indices of the groups of layers with states.
         borrowed: by row, of rows whose last block is another row's: its first positions that hold their tokens too.
         readers_known: bool [R], whether all readers of the row's blocks are registered (`Request.readers_known`).
+        tiering: exchanges blocks with the second tier; None: there is none.
     """
 
     def __init__(
@@ -76,6 +81,12 @@ class CacheTables:
         self.state_groups = [i for i, group in enumerate(groups) if group.snapshot_blocks is not None]
         self._windows = [(i, group.window) for i, group in enumerate(groups) if group.window is not None]
         self._full = [i for i, group in enumerate(groups) if group.window is None]
+        self.tiering: Tiering | None = None
+
+    def use_tier(self, tier: BlockTier, max_loads: int) -> None:
+        """Set the second tier. `max_loads`: blocks of a full-attention group that one step may load."""
+        reaches = [None if group.window is None else self.blocks_for(group.window - 1) for group in self.groups]
+        self.tiering = Tiering(tier, self.pools, self.index, reaches, self.block_size, max_loads)
 
     def set_time(self, now: float) -> None:
         """Set the time (seconds) that retained blocks are retained from."""
@@ -104,12 +115,7 @@ class CacheTables:
         """
         if not self.prefix_caching:
             return []
-        if row is None:
-            start, parent = 0, self.index.find(None, chain.root_digest, chain.root_key)
-        else:
-            start, parent = int(self.length[row]), self._tips[row]
-            if self.published[row] != start:
-                return []
+        start, parent = self._end_of_hits(chain, row)
         size, nodes = self.block_size, []
         for block in range(start, (len(tokens) - 1) // size):
             if parent is None:
@@ -120,6 +126,24 @@ class CacheTables:
                 break
             nodes.append(parent)
         return nodes[: self._agreed(nodes, start)] if self._windows else nodes
+
+    def _end_of_hits(self, chain: HashChain, row: int | None) -> tuple[int, PrefixNode | None]:
+        """Return the index of the next block that could be hit, and the node of the prefix before it, if it has one."""
+        if row is None:
+            return 0, self.index.find(None, chain.root_digest, chain.root_key)
+        start = int(self.length[row])
+        return start, self._tips[row] if self.published[row] == start else None
+
+    def load(self, chain: HashChain, tokens: NDArray[np.int32], row: int | None = None) -> bool:
+        """Load blocks of a prefix from the second tier, where it has a longer part of it than the pools. `match`, which
+        takes the same arguments, hits them, and the step that is being planned fills them. Returns whether a later step
+        can load more."""
+        if self.tiering is None or not self.prefix_caching:
+            return False
+        start, parent = self._end_of_hits(chain, row)
+        if row is not None and parent is None:
+            return False
+        return self.tiering.load(chain, tokens, start, parent, len(self.match(chain, tokens, row)))
 
     def _agreed(self, nodes: list[PrefixNode], start: int) -> int:
         """Return how many leading `nodes` (blocks start, start + 1, …) the window groups can hit as well."""
@@ -173,6 +197,7 @@ class CacheTables:
         self.readers_known[row] = request.readers_known
         if request.retain:
             self.retained[row] = request
+            self.share(row, self.retained_tokens(request) // self.block_size)
         root = self.index.extend(None, chain.root_digest, chain.root_key) if self.prefix_caching else None
         if root is None:
             self.published[row] = _UNPUBLISHED
@@ -197,6 +222,20 @@ class CacheTables:
                 self.first[group][row] = keep
         self.length[row] = self.published[row] = end
         self._move_tip(row, nodes[-1])
+
+    def share(self, row: int, num_blocks: int) -> None:
+        """Note that other requests have, or may have, the row's first blocks, so that the second tier gets them."""
+        if self.tiering is not None and num_blocks:
+            self.tiering.shared[row] = max(num_blocks, self.tiering.shared.get(row, 0))
+
+    def confirm(self, row: int, positions: int) -> None:
+        """Note that a row's first positions led to finite values: the second tier gets its shared blocks, if they are
+        among them."""
+        tiering, tip, depth = self.tiering, self._tips[row], int(self.published[row])
+        if tiering is not None and positions // self.block_size >= tiering.shared.get(row, _UNPUBLISHED):
+            shared = tiering.shared.pop(row)
+            if tip is not None and depth != _UNPUBLISHED:
+                tiering.queue(tip, depth, shared)
 
     def num_held(self, group: int, row: int) -> int:
         """Return how many blocks of the group the row has."""
@@ -376,6 +415,8 @@ class CacheTables:
             confirmed: positions before this one led to finite logits. Blocks reaching beyond may hold non-finite
                 values that were not detected yet, so they are zeroed before another sequence writes to them.
         """
+        if self.tiering is not None:
+            self.tiering.shared.pop(row, None)
         length = int(self.length[row])
         for group, pool in enumerate(self.pools):
             blocks = self._cut(group, row, int(self.first[group][row]), length, confirmed)
@@ -391,6 +432,8 @@ class CacheTables:
         node = self._tips[row]
         while node is not None:
             parent = node.parent  # withdrawing may remove the node
+            if self.tiering is not None:
+                self.tiering.discard(node)
             for group, (pool, block) in enumerate(zip(self.pools, list(node.blocks), strict=True)):
                 if block != NO_BLOCK:
                     if group not in self.state_groups:

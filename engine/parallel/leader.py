@@ -74,6 +74,10 @@ class LeaderAttention:
         """See `AttentionBackend.attend`; of the leader's heads."""
         return self.inner.attend(layer, q, k, v, scale, step.prepared, sinks)
 
+    def block_tensors(self, group: int) -> list[Tensor]:
+        """See `AttentionBackend.block_tensors`; of the leader's shard."""
+        return self.inner.block_tensors(group)
+
     def zero(self, group: int, blocks: list[int]) -> None:
         """See `AttentionBackend.zero`."""
         with self._rank_group.collective():
@@ -191,6 +195,10 @@ def check_parallel(config: EngineConfig) -> None:
             raise EngineError(
                 f"{name} {value!r} is of the native kernels, which don't run under {several}; leave it out"
             )
+    if config.cache.tier_folder is not None:
+        raise EngineError(
+            f"a second tier of the prefix cache (--kv-cache-dir) doesn't run under {several}; leave it out"
+        )
     if not config.own_models:
         raise EngineError(f"transformers' code doesn't run under {several}; leave --engine transformers out")
     if config.attention == NativeAttention.name:

@@ -88,6 +88,7 @@ class StepLoop:
         overlapped: plan a step ahead; needs an `AheadRunner`.
         recover: called when a step ran out of device memory.
         check_health: health check of the device (`make_health_check`), called when a step failed otherwise.
+        after_step: called when a step's results were processed, before the next one is submitted that is planned then.
 
     Attributes:
         step_times: seconds from step to step, while there is work.
@@ -102,6 +103,7 @@ class StepLoop:
         overlapped: bool = False,
         recover: Callable[[], None] = lambda: None,
         check_health: Callable[[], str | None] = lambda: None,
+        after_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.stats = LoopStats()
         self.step_times = LatencyHistogram()
@@ -111,6 +113,7 @@ class StepLoop:
         self._overlapped = overlapped
         self._recover = recover
         self._check_health = check_health
+        self._after_step = after_step
         self._flight: _Flight | None = None
         self._taken_at = 0.0
         self._pending: list[FinishedSequence] = []
@@ -206,6 +209,7 @@ class StepLoop:
         finished = self._scheduler.update(
             plan, output.token_ids, output.failed, self._clock(), output.reasons, output.accepted, output.tainted
         )
+        self._after_step()
         now = time.perf_counter()
         seconds = now - max(begun, self._taken_at)
         self._taken_at = now

@@ -48,8 +48,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.cache.block_demand import BlockDemand
+from engine.cache.block_tier import BlockTier
 from engine.cache.prefix import Digest, chain_digest
 from engine.cache.tables import CacheTables
+from engine.cache.tiering import BlockStore
 from engine.config import ScheduleConfig
 from engine.errors import ContextLengthExceeded, EngineError, RequestRefused
 from engine.plan import CacheGroup, RowState, StepPlan
@@ -223,6 +225,16 @@ class Scheduler:
         the cost of trials."""
         self._drafting = Drafting(self._batch, proposer, lengths, self._demand.max_chunk, budget)
         self._planner.drafting = self._drafting
+
+    def use_tier(self, tier: BlockTier, max_loads: int) -> None:
+        """Use a second tier of the prefix cache from the next step on. `max_loads`: blocks of a full-attention group
+        that one step may load."""
+        self._cache.use_tier(tier, max_loads)
+
+    def take_stores(self, max_blocks: int) -> list[BlockStore]:
+        """Take up to so many blocks that the second tier is to have. They must be read before the next step is
+        submitted."""
+        return [] if self._cache.tiering is None else self._cache.tiering.take_stores(max_blocks)
 
     def settle(self, *, more_to_come: bool) -> None:
         """Set whether more requests may be added. If none will, the end of the run is predictable, and answers that
@@ -431,6 +443,9 @@ class Scheduler:
         """Confirm positions that led to finite values, and end the rows that had only a prompt to compute."""
         seen = good & (plan.num_logits > 0)
         self._batch.confirmed[plan.rows[seen]] = ends[seen]
+        if self._cache.tiering is not None and self._cache.tiering.shared:
+            for row in plan.rows[seen].tolist():
+                self._cache.confirm(row, int(self._batch.confirmed[row]))
         for i in (good & ~plan.samples).nonzero()[0].tolist():
             row = int(plan.rows[i])
             if ends[i] != self._stops.max_known[row]:
@@ -438,6 +453,7 @@ class Scheduler:
             sequence = self._batch.owner(row)
             if sequence.request.pooling is not None:
                 self._batch.confirmed[row] = ends[i]
+                self._cache.confirm(row, int(ends[i]))
             sequence.prompt_computed = True
             ended[i] = self._finish(sequence, FinishReason.LENGTH)
 

@@ -235,15 +235,18 @@ class StepPlanner:
         if batch.promises:
             known += int(batch.promised[row])
             cache.publish(row, chain, start)  # a block filled by a promised token has a digest by now
+        loads_more = False
         if known - start > rows.block_size and start % rows.block_size == 0 and sequence.reads_prefix_cache:
-            hits = cache.match(chain, rows.token_ids[row, : min(known, sequence.cache_limit)], row)
+            tokens = rows.token_ids[row, : min(known, sequence.cache_limit)]
+            loads_more = cache.load(chain, tokens, row)
+            hits = cache.match(chain, tokens, row)
             if hits:
                 cache.take(row, hits, confirmed)
                 self._note_hit(sequence, start, len(hits) * rows.block_size)
                 start += len(hits) * rows.block_size
                 rows.num_computed[row] = start
         cache.release_behind(row, start, confirmed)
-        count = self._chunk(sequence, start, known, left)
+        count = self._chunk(sequence, start, known, left, loads_more=loads_more)
         is_new = row in cache.borrowed
         while not cache.grow(row, cache.blocks_for(start + count), chain):
             if self._preempt_last() is sequence:
@@ -255,11 +258,14 @@ class StepPlanner:
         self._note_recomputed(sequence, start, count)
         return count
 
-    def _chunk(self, sequence: Sequence, start: int, known: int, left: int) -> int:
+    def _chunk(self, sequence: Sequence, start: int, known: int, left: int, *, loads_more: bool = False) -> int:
         """Return the number of tokens to compute from `start`. A partial chunk ends on a block border where it can:
-        only whole blocks can be shared. A row whose prompt is scored stops at the prompt's end once."""
+        only whole blocks can be shared. A row whose prompt is scored stops at the prompt's end once. While the second
+        tier has more of its prefix (`loads_more`), it computes no more than a block."""
         size = self._rows.block_size
         count = min(known - start, left, self._demand.max_chunk)
+        if loads_more:
+            count = min(count, size)
         if count < known - start and (start + count) // size * size > start:
             count = (start + count) // size * size - start
         if sequence.request.params.prompt_logprobs is not None and start < sequence.prompt_len:
@@ -293,14 +299,19 @@ class StepPlanner:
         if elders and sequence.preemptions and sequence.num_ended_at_preemption == self.counters.ended:
             return False
         chain = self._waiting.chain(sequence)
-        hits = cache.match(chain, sequence.token_ids[: sequence.cache_limit]) if sequence.reads_prefix_cache else []
+        hits: list[PrefixNode] = []
+        loads_more = False
+        if sequence.reads_prefix_cache:
+            tokens = sequence.token_ids[: sequence.cache_limit]
+            loads_more = cache.load(chain, tokens)
+            hits = cache.match(chain, tokens)
         expected = self._expected(sequence)
         steps = max(expected - 1 - len(sequence.token_ids), 0)
         self._short_of_blocks = bool(elders) and not self._expected_to_fit(sequence, steps, hits, below)
         if self._short_of_blocks:
             return False
         start = len(hits) * cache.block_size
-        count = self._chunk(sequence, start, len(sequence.token_ids), self._left)
+        count = self._chunk(sequence, start, len(sequence.token_ids), self._left, loads_more=loads_more)
         if self._repeats(sequence, start, count):
             return False
         start, count, source = self._shared_start(sequence, start, count)
@@ -421,6 +432,8 @@ class StepPlanner:
         self.counters.prefix_hit_tokens += tokens
         if sequence.preemptions == 0:
             sequence.cached_tokens += max(0, min(start + tokens, sequence.prompt_len) - start)
+            if sequence.choice == 0:  # others hit its blocks
+                self._cache.share(sequence.row, (start + tokens) // self._cache.block_size)
 
     def _note_recomputed(self, sequence: Sequence, start: int, count: int) -> None:
         self.counters.recomputed_tokens += max(0, min(sequence.high_water, start + count) - start)
@@ -466,6 +479,7 @@ class StepPlanner:
             num_tokens=num_tokens,
             new_rows=tuple(self._new),
             zero_blocks=self._cache.take_dirty(),
+            load_blocks=() if self._cache.tiering is None else self._cache.tiering.take_loads(),
             copy_blocks=self._cache.take_copies(),
             drafts=drafts,
             ahead=promised if promised is not None and promised.any() else None,

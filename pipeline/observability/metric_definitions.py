@@ -112,6 +112,24 @@ METRICS: Final = (
     Metric("tokenmill_kv_blocks", "gauge", "Blocks of a worker's KV cache.", ("model",)),
     Metric("tokenmill_kv_blocks_used", "gauge", "Blocks of the KV cache that running requests hold.", ("model",)),
     Metric(
+        "tokenmill_kv_tier_hits_total", "counter", "Blocks that were loaded from --kv-cache-dir.", ("model",)
+    ),
+    Metric(
+        "tokenmill_kv_tier_rejected_blocks_total", "counter",
+        "Blocks in --kv-cache-dir that were damaged or not what their name says; they were computed instead.",
+        ("model",),
+    ),
+    Metric(
+        "tokenmill_kv_tier_bytes_total", "counter",
+        "Bytes of blocks in --kv-cache-dir, by direction: read, written.",
+        ("model", "direction"),
+    ),
+    Metric(
+        "tokenmill_kv_tier_off", "gauge",
+        "1 after --kv-cache-dir could not be used (full, or read-only) and was switched off; else 0.",
+        ("model",),
+    ),
+    Metric(
         "tokenmill_expert_load", "gauge",
         "Rows of the busiest expert of a mixture, or of the busiest rank with --expert-parallel, over those of the "
         "mean one, in the last seconds: 1 is even.",

@@ -127,6 +127,22 @@ class SpeculationMetrics(StoredReport):
     seconds: Amount = 0.0
 
 
+class CacheTierMetrics(StoredReport):
+    """The second tier of a prefix cache.
+
+    Attributes:
+        hits: blocks loaded.  rejected: blocks that were damaged or not what their name says, and so not used.
+        bytes_read, bytes_written: of the blocks loaded and stored.
+        is_on: false after its folder could not be used.
+    """
+
+    hits: Count = 0
+    rejected: Count = 0
+    bytes_read: Count = 0
+    bytes_written: Count = 0
+    is_on: bool = True
+
+
 class WorkerMetrics(StoredReport):
     """The metrics of one worker, in tokens unless stated otherwise.
 
@@ -144,7 +160,7 @@ class WorkerMetrics(StoredReport):
         expert_load, rank_load: rows of a mixture's busiest experts, and of the busiest ranks that hold whole experts,
             over those of the mean one, in the last seconds; None: there were none, or they are not counted.
         lane_open, lane_waiting: interactive requests: in the engine, and accepted but not in it yet.
-        pace: None: there is no SLO.  speculation: None: nothing was drafted.
+        pace: None: there is no SLO.  speculation: None: nothing was drafted.  cache_tier: None: there is none.
         store_outage: why the store is unavailable, so that the worker waits for it; None: it is available.
     """
 
@@ -169,4 +185,5 @@ class WorkerMetrics(StoredReport):
     lane_waiting: Count = 0
     pace: SloMetrics | None = None
     speculation: SpeculationMetrics | None = None
+    cache_tier: CacheTierMetrics | None = None
     store_outage: str | None = None

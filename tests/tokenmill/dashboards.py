@@ -16,6 +16,12 @@ CHOSEN: Final = {"$__rate_interval": "10s", "$__range": "60s", "$model": ".+", "
 OF_MIXTURES: Final = {"Busiest expert and rank, over the mean"}
 """Panels that have data only with a mixture of experts."""
 
+OF_FOLDERS: Final = {
+    "Blocks loaded from the folder per second, rejected ones, and 1 if it is off",
+    "Bytes per second to and from the folder of blocks",
+}
+"""Panels that have data only where a worker has a folder of blocks."""
+
 OF_RELEASES: Final = {
     "Releases", "Candidates beside the served version", "Rows that candidates computed, too",
     "Workers that failed their canary prompts",

@@ -21,6 +21,8 @@ from tokenmill.config.cli_options import (
     GenerationConfigOption,
     Input,
     Json,
+    KvCacheDir,
+    KvCacheDirSize,
     KvCacheMemory,
     KvDTypeOption,
     MaxCost,
@@ -89,6 +91,8 @@ def run(
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     kv_cache_memory: KvCacheMemory = None,
+    kv_cache_dir: KvCacheDir = None,
+    kv_cache_dir_size: KvCacheDirSize = None,
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
@@ -105,7 +109,8 @@ def run(
     settings = read_settings()
     engine = engine_options(
         settings, dtype=dtype, device=device, threads=threads, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory=kv_cache_memory, quantize=quantize,
+        max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory=kv_cache_memory,
+        kv_cache_dir=kv_cache_dir, kv_cache_dir_size=kv_cache_dir_size, quantize=quantize,
         kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel,
         expert_parallel=expert_parallel, replicas=replicas, engine=engine_name,
         engine_option=engine_option, generation_config=generation_config,

@@ -21,6 +21,8 @@ from tokenmill.config.cli_options import (
     EngineOptionValues,
     ExpertParallel,
     GenerationConfigOption,
+    KvCacheDir,
+    KvCacheDirSize,
     KvCacheMemory,
     KvDTypeOption,
     LogForm,
@@ -94,6 +96,8 @@ def serve(
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     kv_cache_memory: KvCacheMemory = None,
+    kv_cache_dir: KvCacheDir = None,
+    kv_cache_dir_size: KvCacheDirSize = None,
     price_per_hour: PricePerHour = None,
     settle: Settle = 2.0,
     switch_after: SwitchAfter = 60.0,
@@ -131,7 +135,8 @@ def serve(
     policies = content_policies(content_policy, settings)
     options = engine_options(
         settings, dtype=dtype, device=device, threads=threads, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory=kv_cache_memory, quantize=quantize,
+        max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory=kv_cache_memory,
+        kv_cache_dir=kv_cache_dir, kv_cache_dir_size=kv_cache_dir_size, quantize=quantize,
         kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel,
         expert_parallel=expert_parallel, engine=engine,
         engine_option=engine_option, generation_config=generation_config,
@@ -189,6 +194,8 @@ def worker(
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     kv_cache_memory: KvCacheMemory = None,
+    kv_cache_dir: KvCacheDir = None,
+    kv_cache_dir_size: KvCacheDirSize = None,
     price_per_hour: PricePerHour = None,
     switch_after: SwitchAfter = 60.0,
     metrics_port: MetricsPort = None,
@@ -214,7 +221,8 @@ def worker(
     policies = content_policies(content_policy, settings)
     options = engine_options(
         settings, dtype=dtype, device=device, threads=threads, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory=kv_cache_memory, quantize=quantize,
+        max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory=kv_cache_memory,
+        kv_cache_dir=kv_cache_dir, kv_cache_dir_size=kv_cache_dir_size, quantize=quantize,
         kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel,
         expert_parallel=expert_parallel, replicas=replicas, engine=engine,
         engine_option=engine_option, generation_config=generation_config,

@@ -254,6 +254,22 @@ KvCacheMemory = Annotated[
         "weights and the largest step leave of TOKENMILL_GPU__MEMORY_UTILIZATION.",
     ),
 ]
+KvCacheDir = Annotated[
+    Path | None,
+    typer.Option(
+        file_okay=False,
+        help="A folder for the KV cache of prompts that several requests begin with, such as a system prompt: later "
+        "processes load it instead of computing it. Who may write to it can change answers. Default: none.",
+    ),
+]
+KvCacheDirSize = Annotated[
+    int | None,
+    typer.Option(
+        parser=num_bytes,
+        metavar="SIZE",
+        help="Most bytes of blocks in --kv-cache-dir; those that were not used for longest are removed. Default: 10GB.",
+    ),
+]
 
 # What `run` and `jobs retry` share.
 

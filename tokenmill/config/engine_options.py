@@ -32,7 +32,8 @@ from workers.model.loaded_model import model_path
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The engine's options of the command line; `kv_cache_bytes` None: chosen by the machine and the work."""
+    """The engine's options of the command line; `kv_cache_bytes` None: chosen by the machine and the work;
+    `kv_cache_dir` None: the prefix cache has no second tier."""
 
     dtype: DType = "auto"
     device: Device = "auto"
@@ -40,6 +41,8 @@ class EngineOptions:
     max_num_seqs: int = ScheduleConfig().max_num_seqs
     max_num_batched_tokens: int = ScheduleConfig().max_num_batched_tokens
     kv_cache_bytes: int | None = None
+    kv_cache_dir: Path | None = None
+    kv_cache_dir_bytes: int = CacheConfig().tier_bytes
     quantize: Quantize = "none"
     kv_dtype: KVDType = "auto"
     instruction_set: str = "auto"
@@ -86,6 +89,8 @@ class EngineOptions:
                 gpu_memory_utilization=self.gpu.memory_utilization,
                 sequences=sequences,
                 tokens_per_sequence=tokens_per_sequence,
+                tier_folder=None if self.kv_cache_dir is None else str(self.kv_cache_dir),
+                tier_bytes=self.kv_cache_dir_bytes,
             ),
             schedule=ScheduleConfig(
                 min(self.max_num_seqs, rows or self.max_num_seqs), self.max_num_batched_tokens, slo=self.slo
@@ -124,6 +129,8 @@ def engine_options(
     max_num_seqs: int = ScheduleConfig().max_num_seqs,
     max_num_batched_tokens: int = ScheduleConfig().max_num_batched_tokens,
     kv_cache_memory: int | None = None,
+    kv_cache_dir: Path | None = None,
+    kv_cache_dir_size: int | None = None,
     quantize: Quantize = "none",
     kv_dtype: KVDType = "auto",
     speculate: str | None = None,
@@ -134,13 +141,16 @@ def engine_options(
     engine_option: Sequence[str] | None = None,
     generation_config: GenerationConfig | None = None,
 ) -> EngineOptions:
-    """The engine's options, from a command's options and the settings. `kv_cache_memory` in bytes; `speculate`,
-    `engine` and `generation_config`: None is the settings' one; `engine_option`: NAME=VALUE of vLLM, over the
-    settings' ones.
+    """The engine's options, from a command's options and the settings. `kv_cache_memory` and `kv_cache_dir_size` in
+    bytes; `speculate`, `engine` and `generation_config`: None is the settings' one; `engine_option`: NAME=VALUE of
+    vLLM, over the settings' ones.
 
     Raises:
         ModelError: there is no such draft model or head.  InvalidOption: vLLM's options can't be set so.
+        UserError: a size is given without its folder.
     """
+    if kv_cache_dir is None and kv_cache_dir_size is not None:
+        raise UserError("--kv-cache-dir-size is given without --kv-cache-dir; give both, or leave it out")
     speculate = speculate or settings.speculate
     method, _, model = speculate.partition(":")
     if model:
@@ -152,6 +162,8 @@ def engine_options(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         kv_cache_bytes=kv_cache_memory,
+        kv_cache_dir=kv_cache_dir,
+        kv_cache_dir_bytes=kv_cache_dir_size or CacheConfig().tier_bytes,
         quantize=quantize,
         kv_dtype=kv_dtype,
         instruction_set=settings.instruction_set,

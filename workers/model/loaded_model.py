@@ -129,7 +129,7 @@ class LoadedModel:
             config = replace(config or EngineConfig(), own_models=False)
         defaults = sampling_defaults(path) if use_generation_config else None
         with ThreadPoolExecutor(max_workers=1) as pool:
-            computed_digest = None if digest is not None else pool.submit(model_digest, path, chat)
+            found_digest = pool.submit(model_digest, path, chat) if digest is None else pool.submit(str, digest)
             tokenizer = Tokenizer.load(path, chat)
             scores = scores_by_tokens(path, tokenizer, chat)
             speculation = None if config is None else config.speculation
@@ -139,8 +139,8 @@ class LoadedModel:
             if engine_name == "vllm":
                 engine = _load_vllm(path, config or EngineConfig(), vllm_options or {})
             else:
-                engine = load_engine(path, config, computing)
-            digest = digest if computed_digest is None else computed_digest.result()
+                engine = load_engine(path, config, computing, found_digest.result)
+            digest = found_digest.result()
         loaded = cls._of(
             engine, tokenizer, scores=scores, name=name, source=path, digest=digest, revision=revision, aliases=aliases
         )
@@ -284,11 +284,15 @@ def check_vllm(path: Path, config: EngineConfig, options: Mapping[str, Any]) -> 
         raise UnsupportedModel(f"{path} has layers behind its pooling, which vLLM would compute twice")
 
 
-def load_engine(path: Path, config: EngineConfig | None, computing: EngineName) -> Engine | EncoderEngine:
+def load_engine(
+    path: Path, config: EngineConfig | None, computing: EngineName, model_digest: Callable[[], str]
+) -> Engine | EncoderEngine:
     """Load this project's engine. Raises what `Engine.load` raises; where transformers' code can't compute the model,
     the error says what else may."""
     try:
-        return EncoderEngine.load(path, config) if is_encoder(path) else Engine.load(path, config)
+        if is_encoder(path):
+            return EncoderEngine.load(path, config)
+        return Engine.load(path, config, model_digest=model_digest)
     except UnsupportedModel as error:
         if computing != "transformers":
             raise
@@ -409,6 +413,7 @@ def engine_facts(engine: Engine | EncoderEngine) -> dict[str, Fact]:
         "attention": engine.attention_name,
         "block_size": config.cache.block_size,
         "prefix_caching": config.cache.prefix_caching,
+        "kv_cache_dir": config.cache.tier_folder,
         "max_model_len": engine.max_model_len,
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": config.schedule.max_num_batched_tokens,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from engine.cache.block_tier import TierStats
 from engine.engine import EngineStats
 from engine.expert_load import ExpertLoad
 from engine.request import Completion
@@ -21,6 +22,7 @@ from engine.step_engine import StepEngine
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import Usage
 from schemas.workers.metrics import (
+    CacheTierMetrics,
     HistogramSample,
     SloMetrics,
     SloWeights,
@@ -158,6 +160,7 @@ class MetricsReader:
             lane_waiting=sum(side_work.waiting.values()),
             pace=None if stats.slo is None else _slo_metrics(stats.slo),
             speculation=_speculation(stats.speculation),
+            cache_tier=None if stats.tier is None else _cache_tier(stats.tier),
         )
 
     def _tier(self, tier: Tier, counts: ClassStats, then: ClassStats, waiting: int, lane: _TierCounts) -> TierMetrics:
@@ -229,6 +232,13 @@ def _slo_metrics(stats: SloStats) -> SloMetrics:
 
 def _terms(terms: SloTerms) -> SloWeights:
     return SloWeights(ttft=terms.ttft, itl=terms.itl, utilisation=terms.utilisation, drops=terms.drops)
+
+
+def _cache_tier(stats: TierStats) -> CacheTierMetrics:
+    return CacheTierMetrics(
+        hits=stats.hits, rejected=stats.rejected, bytes_read=stats.bytes_read, bytes_written=stats.bytes_written,
+        is_on=stats.is_on,
+    )  # fmt: skip
 
 
 def _speculation(stats: SpeculationStats) -> SpeculationMetrics | None:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.cache.block_tier import BlockKey, TierStats
 from engine.config import ScheduleConfig
 from engine.plan import NO_BLOCK, NO_TOKEN, CacheGroup, StepOutput, StepPlan
 from engine.request import FinishReason, Request
@@ -112,6 +113,8 @@ class Harness:
         depth: steps that may be planned before the results of the first one are processed (1: synchronous).
         computed: tokens computed, by (request_id, choice).  copied: tokens copied instead.
         max_drafts: maximum drafts of a row; `NoisyProposer` makes them.  poison: with the poisonous token among them.
+        tier: the second tier of the prefix cache.  max_loads: blocks that a step loads from it.
+        loaded: blocks loaded from it.
     """
 
     config: ScheduleConfig
@@ -124,6 +127,8 @@ class Harness:
     options: dict = field(default_factory=dict)
     max_drafts: int = 0
     poison: bool = True
+    tier: DictTier | None = None
+    max_loads: int = 3
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(
@@ -147,7 +152,9 @@ class Harness:
             self.states = StateStorage(self.groups, shapes, torch.device("cpu"))
         self.finished: dict[tuple[str, int], FinishedSequence] = {}
         self.computed: dict[tuple[str, int], int] = {}
-        self.copied = 0
+        self.copied = self.loaded = 0
+        if self.tier is not None:
+            self.scheduler.use_tier(self.tier, self.max_loads)
         self.plans: list[StepPlan] = []
         if self.max_drafts:
             self.scheduler.speculate(NoisyProposer(self), FixedLengths(self.max_drafts))
@@ -182,6 +189,7 @@ class Harness:
                 done, out.token_ids, out.failed, now, accepted=out.accepted, tainted=out.tainted
             )
             self._note(ended)
+            self._store()
         self._note(self.scheduler.take_finished())
         self.scheduler.check_integrity()
         return plan
@@ -201,6 +209,23 @@ class Harness:
             key = (end.request.request_id, end.choice)
             assert key not in self.finished, f"{key} ended twice"
             self.finished[key] = end
+
+    def _store(self) -> None:
+        """Store the blocks that the tier is to have, except that the one in a step that is too many waits."""
+        while stores := self.scheduler.take_stores(3):
+            for block, key in stores:
+                content = self._content(key.group, block)
+                assert NAN not in content, "a block that led to non-finite values is stored"
+                self.tier.store(key, content.view(np.uint8).copy())
+            if self.scheduler.has_work:
+                break
+
+    def _content(self, group: int, block: int) -> NDArray[np.int64]:
+        """The keys of a block, or the state of a slot, int64."""
+        if group < len(self.kv):
+            return self.kv[group][block]
+        (states,) = self.states.states[group]
+        return states[block : block + 1].numpy()
 
     def check_end(self, end: FinishedSequence) -> None:
         """Check the answer against the model's, whole or up to its end by cancellation."""
@@ -252,6 +277,10 @@ class Harness:
         self._check_shape(plan)
         for ref in plan.zero_blocks:
             self.kv[ref.group][ref.block] = 0
+        assert len({load[:2] for load in plan.load_blocks}) == len(plan.load_blocks), "two loads fill one block"
+        for load in plan.load_blocks:
+            self._content(load.group, load.block)[:] = load.data.view(np.int64)
+        self.loaded += len(plan.load_blocks)
         self._copy(plan)
         for row, request, choice in plan.new_rows:
             self._owner[row] = (request, choice)
@@ -380,6 +409,38 @@ class Harness:
             assert content[first - offset : end - offset].tolist() == keys[first:end], "keys of another sequence"
             finite &= bool((content != NAN).all()) or NAN in keys[:end]
         assert finite, "a NaN that another sequence, or a draft, left behind reaches a healthy row"
+
+
+class DictTier:
+    """A tier in a dictionary. Every so many loads find a damaged block."""
+
+    is_busy = False
+
+    def __init__(self, damage_every: int = 0) -> None:
+        self.blocks: dict[BlockKey, NDArray[np.uint8]] = {}
+        self.num_loads = 0
+        self._damage_every = damage_every
+
+    def contains(self, key: BlockKey) -> bool:
+        return key in self.blocks
+
+    def load(self, key: BlockKey) -> NDArray[np.uint8] | None:
+        self.num_loads += 1
+        if self._damage_every and self.num_loads % self._damage_every == 0:
+            del self.blocks[key]
+        return self.blocks.get(key)
+
+    def store(self, key: BlockKey, data: NDArray[np.uint8]) -> None:
+        self.blocks[key] = data
+
+    def discard(self, key: BlockKey) -> None:
+        self.blocks.pop(key, None)
+
+    def stats(self) -> TierStats:
+        return TierStats()
+
+    def close(self) -> None:
+        pass
 
 
 class NoisyProposer:

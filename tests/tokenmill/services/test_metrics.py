@@ -29,10 +29,14 @@ NAMES = {metric.name for metric in METRICS if metric.by != ("autoscale",)}
 SELDOM = {
     "tokenmill_oldest_waiting_seconds", "tokenmill_shards", "tokenmill_backlog_tokens", "tokenmill_jobs",
     "tokenmill_expert_load", "tokenmill_speculation_gained_tokens", "tokenmill_speculation_compared_seconds_total",
-    *(name for name in NAMES if name.startswith(("tokenmill_release", "tokenmill_canary", "tokenmill_warmup"))),
+    *(
+        name
+        for name in NAMES
+        if name.startswith(("tokenmill_release", "tokenmill_canary", "tokenmill_warmup", "tokenmill_kv_tier"))
+    ),
 }  # fmt: skip
-"""Reported only while there are samples (open jobs, drafts that could be compared, mixtures), or never by a process
-that can't have candidates alongside it."""
+"""Reported only while there are samples (open jobs, drafts that could be compared, mixtures, a folder of blocks), or
+never by a process that can't have candidates alongside it."""
 
 
 @pytest.fixture

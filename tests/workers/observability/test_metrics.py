@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.cache.block_tier import TierStats
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig, SloConfig
 from engine.engine import EngineStats
 from engine.expert_load import ExpertLoad
@@ -22,7 +23,7 @@ from pipeline.lane.client import CallSettings, answer
 from pipeline.lane.memory import MemoryLane
 from schemas.jobs.job import Tier
 from schemas.workers.lane import EndEvent, LaneRequest
-from schemas.workers.metrics import SloWeights, WorkerMetrics
+from schemas.workers.metrics import CacheTierMetrics, SloWeights, WorkerMetrics
 from tests.waiting import HANG_SECONDS
 from workers.lane.server import LaneServer
 from workers.model.loaded_model import LoadedModel
@@ -186,6 +187,15 @@ def test_rates_are_of_the_last_seconds_and_fall_to_zero_in_idleness() -> None:
     assert (rates[3].prompt, rates[3].generated, rates[3].cached) == pytest.approx((300, 30, 10))
     assert 0 < rates[5].generated < 30
     assert rates[8].generated == rates[-1].prompt == 0
+
+
+def test_the_second_tier_of_the_prefix_cache_is_reported_where_there_is_one() -> None:
+    engine: Any = FakeEngine()
+    reader = MetricsReader("m", engine, 100.0)
+    assert reader.read(101.0, {}, SideWorkMetrics()).cache_tier is None
+    engine.current = replace(engine.current, tier=TierStats(5, 4000, 3000, 2, is_on=False))
+    expected = CacheTierMetrics(hits=5, rejected=2, bytes_read=4000, bytes_written=3000, is_on=False)
+    assert reader.read(102.0, {}, SideWorkMetrics()).cache_tier == expected
 
 
 def test_the_load_of_experts_is_of_the_last_seconds() -> None:

@@ -14,6 +14,7 @@ from pipeline.ports import WorkerState
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import Usage
 from schemas.workers.metrics import (
+    CacheTierMetrics,
     HistogramSample,
     SloMetrics,
     SloWeights,
@@ -199,6 +200,7 @@ WORKER_METRICS = WorkerMetrics(
         others=0.75, beside_streams=100, beside_prompts=200, late_first_tokens=1, late_tokens=2, drops=3,
     ),
     speculation=SpeculationMetrics(drafted=8, accepted=5, gained=-1.5, seconds=0.5),
+    cache_tier=CacheTierMetrics(hits=6, rejected=1, bytes_read=600, bytes_written=700, is_on=False),
 )  # fmt: skip
 
 
@@ -228,11 +230,13 @@ def test_the_metrics_of_each_live_worker_are_exposed(tmp_path: Path) -> None:
             "time_to_first_token_seconds_count": 10, "time_to_first_token_seconds_sum": 0.05,
             "inter_token_seconds_count": 35, "request_seconds_count": 9, "slo_objective": 0.5 + 0.5 + 0.03 + 0.04,
             "slo_batch_ratio": 0.75, "store_outage": 1, "speculation_gained_tokens": -1.5,
-            "speculation_compared_seconds_total": 0.5,
+            "speculation_compared_seconds_total": 0.5, "kv_tier_hits_total": 6, "kv_tier_rejected_blocks_total": 1,
+            "kv_tier_off": 1,
         }.items():  # fmt: skip
             assert found.sum(f"tokenmill_{name}", **one) == pytest.approx(value), name
         assert found.all("tokenmill_lane_requests", **one) == {("open",): 2, ("waiting",): 1}
         assert found.all("tokenmill_expert_load", **one) == {("expert",): 2.5, ("rank",): 1.25}
+        assert found.all("tokenmill_kv_tier_bytes_total", **one) == {("read",): 600, ("written",): 700}
         assert found.all("tokenmill_slo_weight", **one) == {
             ("ttft",): 1,
             ("itl",): 2,
@@ -249,6 +253,8 @@ def test_the_metrics_of_each_live_worker_are_exposed(tmp_path: Path) -> None:
         other = {"worker": "w2"}
         assert found.sum("tokenmill_engine_tokens_total", kind="generated", **other) == 7
         assert found.all("tokenmill_store_outage", **other) == {("b",): 0}
-        for name in ("kv_blocks", "time_to_first_token_seconds_count", "slo_weight", "speculation_gained_tokens"):
+        for name in (
+            "kv_blocks", "time_to_first_token_seconds_count", "slo_weight", "speculation_gained_tokens", "kv_tier_off",
+        ):  # fmt: skip
             assert found.all(f"tokenmill_{name}", **other) == {}, f"{name} is not known"
         assert found.all("tokenmill_step_rows_total", worker="w3") == {}
