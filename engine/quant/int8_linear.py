@@ -6,6 +6,8 @@ products are whole numbers, so a row's result does not depend on the rest of the
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,6 +44,8 @@ _ROWS_ON_CUDA = 17
 
 _ALIGNMENT_ON_CUDA = 8
 """Columns and outputs of a product on a CUDA device are multiples of it."""
+
+_HAS_TRITON = find_spec("triton") is not None
 
 _INT8_SINCE = (7, 5)
 """Compute capability from which there are matrix units for int8 (Turing)."""
@@ -108,6 +112,8 @@ class Int8Linear:
         self.bias = None if bias is None else bias.float()
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._exact and x.device.type == "cuda" and len(x) and _HAS_TRITON:
+            return self._fused(x)
         rows, scale = quantize_rows(x) if self._input_scale is None else quantize_by(x, self._input_scale)
         if self._exact:
             y = int8_product(rows, self._weight, self._min_rows).float()
@@ -115,6 +121,13 @@ class Int8Linear:
             y = F.linear(rows.float(), self._weight.float())
         y = y.mul_(scale).mul_(self._scale)
         return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
+
+    def _fused(self, x: Tensor) -> Tensor:
+        """The same with one launch before torch's product and one behind it."""
+        from engine.triton_kernels.int8 import quantize_rows, scale_sums  # noqa: PLC0415 - comes with CUDA's torch
+
+        rows, scales = quantize_rows(x, self._input_scale, self._min_rows)
+        return scale_sums(torch._int_mm(rows, self._weight.t()), scales, self._scale, self.bias, x.dtype)
 
     @property
     def num_bytes(self) -> int:

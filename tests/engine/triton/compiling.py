@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 import engine.triton_kernels.attention as kernels
 from engine.attention import AttentionBatch, KVLayout
+from engine.attention.base import WARM_UP_TOKENS
 from engine.attention.triton_paged import TritonPagedAttention
 from engine.plan import CacheGroup
 from engine.quant.rtn import Rounding, round_to_nearest
@@ -53,18 +54,17 @@ class Device:
         return self._target
 
 
-def compile_instead(capability: int) -> list[dict[str, Any]]:
-    """From now on launches compile; what they compiled is appended to the list."""
+def compile_instead(capability: int) -> list[Any]:
+    """From now on launches compile; the kernels (`triton.compiler.CompiledKernel`) are appended to the list, once
+    each."""
     driver.set_active(Device(capability))
-    compiled: list[dict[str, Any]] = []
-    seen: set[str] = set()
+    compiled: list[Any] = []
     run = JITFunction.run
 
     def compiling(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        if kernel.hash not in seen:
-            seen.add(kernel.hash)
-            compiled.append({"kernel": self.fn.__name__, "shared": kernel.metadata.shared})
+        if all(kernel.hash != other.hash for other in compiled):
+            compiled.append(kernel)
         return kernel
 
     JITFunction.run = compiling
@@ -134,14 +134,20 @@ def shapes(capability: int) -> None:
 
 
 def sizes(capability: int) -> None:
-    """Steps of all sizes and lengths, as they come while requests come and go; and the same padded for graphs."""
+    """The step that compiles all; then steps of all sizes and lengths, as they come while requests come and go, and the
+    same padded for graphs."""
     rng = np.random.default_rng(3)
     steps = []
     for rows in (1, 2, 3, 4, 5, 7, 8, 16, 17, 31, 32, 33):
         chunks = int(rng.integers(0, 3))
         counts = [1] * rows + rng.integers(2, 40, chunks).tolist()
         steps.append(batch(rng.integers(0, 250, len(counts)).tolist(), counts, 32))
-    backend = attention(capability, torch.float16, torch.float16, 64, steps, window=None)
+    steps += [batch([length] * rows, [1] * rows, 32) for length in (600, 5000) for rows in (1, 2, 3, 7)]
+    steps.append(batch([6000, 9000], [1, 500], 32))
+    backend = attention(capability, torch.float16, torch.float16, 64, [], window=None)
+    attend(backend, WARM_UP_TOKENS, torch.float16, backend.warm_up_step())
+    for step in steps:
+        attend(backend, int(step.counts.sum()), torch.float16, backend.prepare(step))
     for tokens in (64, 24, 20, 17, 16):
         shape = GraphShape(tokens, 34, 33, True)
         reserved = backend.reserve(tokens, 34, min(33, tokens), True, 11)
@@ -151,19 +157,19 @@ def sizes(capability: int) -> None:
 
 def products(capability: int) -> None:
     """Products with small weights and with fp8 ones, of thin and thick batches."""
-    weight = torch.randn(256, 512, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(256, 2048, generator=torch.Generator().manual_seed(1))
     roundings = [Rounding("int4", 32), Rounding("int4", 128, symmetric=True), Rounding("int8", None, symmetric=True)]
     for rounding in roundings:
-        product = SmallWeightProduct(round_to_nearest(weight, rounding), torch.zeros(256))
-        for rows in (1, 3, 16, 20, 32, 48, 64, 70, 128):
-            product(torch.zeros(rows, 512, dtype=torch.float16))
+        product = SmallWeightProduct(round_to_nearest(weight, rounding), torch.zeros(256), processors=132)
+        for rows in (1, 3, 16, 20, 32, 48, 64, 70, 128, 129, 1000):
+            product(torch.zeros(rows, 2048, dtype=torch.float16))
     if capability < 89:
         return
     grouped = round_to_nearest(weight, Rounding("fp8", 128, activations=Activations("fp8")))
     product = GroupedFp8Product(grouped, None)
     for rows in (1, 3, 16, 20, 64):
-        product(torch.zeros(rows, 512, dtype=torch.bfloat16))
-        quantize_rows(torch.zeros(rows, 512, dtype=torch.bfloat16))
+        product(torch.zeros(rows, 2048, dtype=torch.bfloat16))
+        quantize_rows(torch.zeros(rows, 2048, dtype=torch.bfloat16))
 
 
 PARTS: dict[str, Callable[[int], None]] = {"shapes": shapes, "sizes": sizes, "products": products}
@@ -172,4 +178,4 @@ if __name__ == "__main__":
     assert isinstance(kernels.attend_tiles, JITFunction), "Triton's interpreter is on"
     found = compile_instead(int(sys.argv[2]))
     PARTS[sys.argv[1]](int(sys.argv[2]))
-    print(json.dumps(found))
+    print(json.dumps([{"kernel": each.metadata.name, "shared": each.metadata.shared} for each in found]))

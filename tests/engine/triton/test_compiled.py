@@ -43,10 +43,10 @@ def test_attention_compiles_and_fits(capability: int, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_steps_of_any_size_share_a_few_kernels(tmp_path: Path) -> None:
-    """One for decoding rows and one for chunks, whatever the addresses, widths and numbers of a step are divisible by;
-    and graphs take the same ones."""
+    """One for decoding rows and one for chunks, whole and split, whatever the addresses, widths and numbers of a step
+    are divisible by; all are compiled before the first step, and graphs take the same ones."""
     found = Counter(each["kernel"] for each in compiled("sizes", 90, tmp_path))
-    assert found == {"store_tokens": 1, "attend_tiles": 2}
+    assert found == {"store_tokens": 1, "attend_tiles": 4, "join_splits": 2}
 
 
 @pytest.mark.exhaustive
@@ -57,4 +57,6 @@ def test_products_compile_and_fit_and_depend_on_their_tile_alone(capability: int
     assert [each for each in found if each["shared"] > SHARED[capability]] == []
     counts = Counter(each["kernel"] for each in found)
     assert counts.pop("_small_weight_product") == 3 * 4  # forms, tiles
+    assert counts.pop("_join_sums") == 1  # all are split alike
+    assert counts.pop("_dequantize") == 3
     assert counts == {"_grouped_product": 2, "_quantize_groups": 1, "_quantize_rows": 1}

@@ -14,6 +14,7 @@ from engine.quant.weight import Activations, QWeight, TwoLevel
 
 pytest.importorskip("triton", reason="NOT TESTED HERE: Triton's kernels; triton is not installed")
 
+from engine.triton_kernels import small_weights
 from engine.triton_kernels.small_weights import SmallWeightProduct
 
 
@@ -64,12 +65,52 @@ def test_it_is_the_product_with_the_dequantized_weight(
     torch.testing.assert_close(y.double(), wanted, rtol=2 * step, atol=float(4 * step * wanted.abs().mean()) + 1e-5)
 
 
-@pytest.mark.parametrize("rows", [33, 65, 130])
+@pytest.mark.parametrize("rows", [33, 65, 128])
 def test_thick_batches_take_larger_tiles_and_give_the_same(rows: int, device: torch.device, upcast: bool) -> None:
     q = WEIGHTS["int4, groups of 128"].to(device)
     x = torch.randn(rows, q.k, device=device)
     y = SmallWeightProduct(q, None, upcast)(x)
     torch.testing.assert_close(y, x @ q.dequantize().t(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["int4, two levels", "int4, an odd number of columns", "int8, groups of 16 (Q6_K)"])
+def test_programs_share_the_columns_of_few_outputs(
+    form: str, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(small_weights, "_SPLIT_TURNS", 1)
+    monkeypatch.setattr(small_weights, "_COLUMNS", 32)
+    q = WEIGHTS[form].to(device)
+    x, bias = torch.randn(3, q.k, device=device), torch.randn(q.n, device=device)
+    product = SmallWeightProduct(q, bias, upcast, processors=3)
+    assert product._splits() > 1
+    torch.testing.assert_close(product(x), x @ q.dequantize().t() + bias, rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_is_split_as_far_as_a_device_has_room(device: torch.device) -> None:
+    def splits(n: int, k: int) -> int:
+        codes, scale = torch.empty(n, k // 2, dtype=torch.uint8), torch.empty(n, k // 128)
+        return SmallWeightProduct(QWeight("int4", codes, n, k, 128, scale), None, processors=132)._splits()
+
+    assert [splits(28672, 4096), splits(4096, 4096), splits(4096, 14336), splits(1024, 4096)] == [1, 8, 8, 8]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", list(WEIGHTS))
+def test_a_weight_of_many_rows_is_dequantized_once(
+    form: str, dtype: torch.dtype, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each element exactly as torch would (the interpreter cuts further bits of bfloat16 off), some of its rows at a
+    time."""
+    q = WEIGHTS[form].to(device)
+    monkeypatch.setattr(small_weights, "MAX_ROWS", 2)
+    monkeypatch.setattr(small_weights, "_SCRATCH_BYTES", 40 * q.k * dtype.itemsize)
+    got = SmallWeightProduct(q, None, upcast)(torch.eye(q.k, dtype=dtype, device=device))
+    cut = torch.finfo(dtype).eps if upcast and dtype == torch.bfloat16 else 0
+    torch.testing.assert_close(got.t(), q.dequantize(dtype), rtol=cut, atol=0)
+    bias = torch.randn(q.n, device=device)
+    x = torch.randn(3, q.k, device=device)
+    got = SmallWeightProduct(q, bias, upcast)(x)
+    torch.testing.assert_close(got, x @ q.dequantize().t() + bias, rtol=1e-4, atol=1e-4)
 
 
 def test_columns_in_another_order_meet_their_inputs(device: torch.device, upcast: bool) -> None:
