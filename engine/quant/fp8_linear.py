@@ -1,5 +1,6 @@
 """fp8 weights times fp8 inputs on the device's matrix units: through torch's scaled product where a row of the weight
-has one factor, through our own kernel where its groups of columns have theirs (blocks of 128 x 128, too).
+has one factor, and on Hopper where blocks of 128 x 128 or groups of 128 columns have theirs; through our own kernel
+where other groups do, and on other devices.
 
 Each row of the input gets its own factor as it comes (each group of a row, if the weight has groups), unless the
 checkpoint was calibrated with one for all. A row's result depends on nothing else in the batch.
@@ -11,7 +12,9 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from engine.quant.weight import QWeight
 
@@ -23,6 +26,15 @@ _ALIGNMENT = 16
 
 _LEAST_GROUP = 32
 """Columns of a group, and what they must be a multiple of: a product of the matrix units takes so many."""
+
+_BLOCK = 128
+"""Rows and columns of a block, and columns of a group, in torch's product."""
+
+_BLOCK_ROWS = 4
+"""Rows of its input come in multiples of it."""
+
+_BLOCKS_ON, _BLOCKS_SINCE = 9, (12, 9)
+"""Major compute capability of the devices that have it, and the version of CUDA."""
 
 FP8_SINCE = (8, 9)
 """Compute capability from which there are matrix units for fp8 (Ada)."""
@@ -71,6 +83,33 @@ def multiplies_rowwise(weight: QWeight) -> bool:
     return plain and weight.n % _ALIGNMENT == 0 and weight.k % _ALIGNMENT == 0
 
 
+class BlockFp8Kernel:
+    """W8A8 in fp8, where groups of 128 columns have factors: torch's product, by cuBLASLt."""
+
+    name = "fp8 blocks"
+    repacks = False
+
+    def runs(self, weight: QWeight) -> bool:
+        """On Hopper, the only device whose cuBLASLt does (12.9)."""
+        device = weight.codes.device
+        if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != _BLOCKS_ON:
+            return False
+        there = torch.version.cuda is not None and tuple(map(int, torch.version.cuda.split("."))) >= _BLOCKS_SINCE
+        return there and find_spec("triton") is not None and multiplies_blocks(weight)
+
+    def prepare(self, weight: QWeight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        from engine.triton_kernels.fp8 import quantize_groups  # noqa: PLC0415 - comes with CUDA's torch
+
+        return BlockFp8Product(weight, bias, quantize_groups)
+
+
+def multiplies_blocks(weight: QWeight) -> bool:
+    """Whether torch's product of blocks supports the weight and its checkpoint's quantization of inputs."""
+    if weight.activations is None or weight.activations.scale is not None or not multiplies_groups(weight):
+        return False
+    return weight.group == _BLOCK and weight.n % _ALIGNMENT == 0 and weight.k % _ALIGNMENT == 0
+
+
 class GroupedFp8Kernel:
     """W8A8 in fp8, where groups of the weight's columns have factors (`engine.triton_kernels.fp8`)."""
 
@@ -108,12 +147,46 @@ class Fp8Product:
         self._bias = None if bias is None else bias.to(torch.bfloat16)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, k] -> [T, n], in x's dtype; sums are kept in float32 and rounded to bfloat16."""
+        """[T, k] -> [T, n], in x's dtype; sums are kept in float32, on Hopper in the fewer bits of its matrix units
+        ("fast accumulation"), and rounded to bfloat16."""
         rows, scales = self._quantize(x, self._input_scale)
         y: Tensor = torch._scaled_mm(
-            rows, self._weight, scale_a=scales, scale_b=self._scale, bias=self._bias, out_dtype=torch.bfloat16
-        )
+            rows, self._weight, scale_a=scales, scale_b=self._scale, bias=self._bias, out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )  # fmt: skip
         return y.to(x.dtype)
+
+
+class BlockFp8Product:
+    """x W^T + b with an fp8 weight [n, k] in blocks of 128 x 128 or groups of 128 columns; bias [n] of any float
+    dtype.
+
+    Args:
+        quantize: `engine.triton_kernels.fp8.quantize_groups`.
+    """
+
+    def __init__(self, weight: QWeight, bias: Tensor | None, quantize: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        assert isinstance(weight.scale, Tensor)
+        self._weight = weight.codes.t()  # the product's second operand is column-major
+        scale, self._recipe = weight.scale.float(), ScalingType.BlockWise1x128
+        blocks = scale[::_BLOCK]
+        if torch.equal(blocks.repeat_interleave(_BLOCK, 0)[: weight.n], scale):
+            # A column of blocks has room for a multiple of four factors (cuBLAS, "Scaling factors layouts").
+            scale, self._recipe = F.pad(blocks, (0, -blocks.shape[1] % 4)), ScalingType.BlockWise128x128
+            self._scale = scale.contiguous().t()
+        else:
+            self._scale = scale.t().contiguous().t()
+        self._quantize = quantize
+        self._bias = None if bias is None else bias.to(torch.bfloat16)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, k] -> [T, n], in x's dtype; sums are kept in float32 and rounded to bfloat16."""
+        rows, scales = self._quantize(x, _BLOCK, multiple=_BLOCK_ROWS)
+        y = F.scaled_mm(
+            rows, self._weight, scales, ScalingType.BlockWise1x128, self._scale, self._recipe, bias=self._bias,
+            output_dtype=torch.bfloat16,
+        )  # fmt: skip
+        return y[: len(x)].to(x.dtype)
 
 
 def quantizer(device: torch.device) -> Callable[[Tensor, float | None], tuple[Tensor, Tensor]]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.quant.base import Linear
-from engine.quant.fp8_linear import Fp8Kernel, GroupedFp8Kernel, multiplies_fp8
+from engine.quant.fp8_linear import BlockFp8Kernel, Fp8Kernel, GroupedFp8Kernel, multiplies_fp8
 from engine.quant.humming import HummingKernel
 from engine.quant.int8_linear import Int8Linear, Int8WeightLinear, multiplies_int8, quantize_rows
 from engine.quant.small_weights import SmallWeightKernel
@@ -136,7 +136,7 @@ def fast_kernel(weight: QWeight, dtype: torch.dtype | None = None) -> LinearKern
 def _kernels(dtype: torch.dtype | None) -> tuple[LinearKernel, ...]:
     """The fast ones, best first."""
     library = (HummingKernel(dtype),) if dtype in (torch.float16, torch.bfloat16) else ()
-    return Fp8Kernel(), GroupedFp8Kernel(), Int8Kernel(), *library, SmallWeightKernel()
+    return Fp8Kernel(), BlockFp8Kernel(), GroupedFp8Kernel(), Int8Kernel(), *library, SmallWeightKernel()
 
 
 def fast_at_load(quantize: str, device: torch.device) -> bool:

@@ -58,7 +58,7 @@ def _quantize_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _quantize_groups(  # type: ignore[no-untyped-def]
-    x, codes, scales, x_stride, GROUPS,
+    x, codes, scales, x_stride, GROUPS, row_stride, group_stride,
     K: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, SETS: tl.constexpr, BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """A program quantizes SETS groups of a row, each with a factor of its own; WIDTH: GROUP up to a power of two."""
@@ -72,7 +72,7 @@ def _quantize_groups(  # type: ignore[no-untyped-def]
     largest = tl.max(tl.where(size < float("inf"), size, float("inf")), 1)
     scale = tl.where(largest < float("inf"), largest / 448, float("nan"))
     tl.store(codes + row * K + column, _code(each, scale[:, None], BY_HAND), mask=inside)
-    tl.store(scales + row * GROUPS + group, scale, mask=group < GROUPS)
+    tl.store(scales + row * row_stride + group * group_stride, scale, mask=group < GROUPS)
 
 
 @triton.jit(do_not_specialize=("T",))  # of a step: it would be compiled for 1, for multiples of 16, for others
@@ -130,17 +130,28 @@ def quantize_rows(x: Tensor, scale: float | None = None, interpreted: bool = Fal
     return codes, scales
 
 
-def quantize_groups(x: Tensor, group: int, interpreted: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_groups(
+    x: Tensor, group: int, interpreted: bool = False, multiple: int | None = None
+) -> tuple[Tensor, Tensor]:
     """float8_e4m3fn [rows, k] and float32 scales [rows, ceil(k / group)] for x [rows, k]; a group that holds NaN or
-    infinity has the scale NaN."""
+    infinity has the scale NaN.
+
+    Args:
+        multiple: as torch's scaled product takes blocks: rows up to a multiple of it, of which further ones are
+            undefined, and a group's scales lie side by side.
+    """
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, k = x.shape
     groups = -(-k // group)
-    codes = torch.empty(rows, k, dtype=FP8, device=x.device)
-    scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    padded = rows if multiple is None else -(-rows // multiple) * multiple
+    codes = torch.empty(padded, k, dtype=FP8, device=x.device)
+    if multiple is None:
+        scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    else:
+        scales = torch.empty(groups, padded, dtype=torch.float32, device=x.device).t()
     if rows:
         _quantize_groups[(rows, triton.cdiv(groups, _SETS))](
-            x, codes, scales, x.stride(0), groups,
+            x, codes, scales, x.stride(0), groups, *scales.stride(),
             K=k, GROUP=group, WIDTH=triton.next_power_of_2(group), SETS=_SETS, BY_HAND=interpreted,
         )  # fmt: skip
     return codes, scales

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
-from engine.quant.fp8_linear import multiplies_groups, multiplies_rowwise, quantize_rows_fp8
+from engine.quant.fp8_linear import (
+    BlockFp8Product,
+    multiplies_blocks,
+    multiplies_groups,
+    multiplies_rowwise,
+    quantize_rows_fp8,
+)
 from engine.quant.linear import fast_kernel
 from engine.quant.rtn import Rounding, round_to_nearest
 from engine.quant.weight import Activations, QWeight
@@ -112,6 +122,57 @@ def test_blocks_of_a_checkpoint_are_groups_whose_rows_repeat_their_factor(device
     torch.testing.assert_close(got, values @ whole.t(), rtol=1e-4, atol=1e-3)
 
 
+def scaled_product(
+    a: Tensor, b: Tensor, scale_a: Tensor, recipe_a: Any, scale_b: Tensor, recipe_b: Any, *, bias: Tensor | None,
+    output_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`torch.nn.functional.scaled_mm` of blocks, which torch has for Hopper alone, with what it requires there (torch
+    2.13, ScaledBlas.cpp, `_scaled_block1x128_block128x128` and `_scaled_block1x128_block1x128`; rows by cuBLASLt)."""
+    (rows, k), n = a.shape, b.shape[1]
+    groups, blocks = -(-k // 128), -(-n // 128)
+    assert rows % 4 == 0 == k % 16 == n % 16
+    assert a.is_contiguous()
+    assert b.t().is_contiguous()
+    assert recipe_a == ScalingType.BlockWise1x128
+    assert (scale_a.dtype, scale_a.shape, scale_a.stride()) == (torch.float32, (rows, groups), (1, rows))
+    if recipe_b == ScalingType.BlockWise128x128:
+        room = -(-groups // 4) * 4
+        assert (scale_b.dtype, scale_b.shape, scale_b.stride()) == (torch.float32, (room, blocks), (1, room))
+        of_weight = scale_b.t().repeat_interleave(128, 0)[:n, :groups]
+    else:
+        assert recipe_b == ScalingType.BlockWise1x128
+        assert (scale_b.dtype, scale_b.shape, scale_b.stride()) == (torch.float32, (n, groups), (1, n))
+        of_weight = scale_b
+    left, right = (
+        codes.float() * scale.repeat_interleave(128, 1)[:, :k] for codes, scale in ((a, scale_a), (b.t(), of_weight))
+    )
+    assert bias is None or bias.dtype == torch.bfloat16
+    return (left @ right.t() + (0 if bias is None else bias.float())).to(output_dtype)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_blocks_reach_torchs_product_in_its_layout(
+    blocks: bool, rows: int, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a number of groups that is no multiple of four, and outputs that fill no block."""
+    monkeypatch.setattr("engine.quant.fp8_linear.F.scaled_mm", scaled_product)
+    codes = torch.randn(208, 640).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 5) if blocks else torch.rand(208, 5)
+    if blocks:
+        scale = scale.repeat_interleave(128, 0)[:208].contiguous()
+    q = QWeight("fp8", codes, 208, 640, 128, scale, activations=Activations("fp8"))
+    assert multiplies_blocks(q)
+    x, bias = torch.randn(rows, 640), torch.randn(208)
+    product = BlockFp8Product(q.to(device), bias.to(device), partial(quantize_groups, interpreted=upcast))
+    want = GroupedFp8Product(q.to(device), bias.to(device), upcast)(x.to(device))
+    got = product(x.to(device))
+    assert got.shape == (rows, 208)
+    assert got.dtype == x.dtype
+    assert (product._recipe == ScalingType.BlockWise128x128) == blocks
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=float(2**-7 * want.abs().mean()))
+
+
 def test_a_calibrated_scale_is_one_for_all_groups(device: torch.device, upcast: bool) -> None:
     q, x = weight(48, 128, 32, scale=0.02), torch.randn(5, 128)
     codes, scales = quantize_rows_fp8(x, 0.02)
@@ -130,6 +191,10 @@ def test_a_row_that_is_not_finite_harms_no_other(device: torch.device, upcast: b
 def test_what_it_takes() -> None:
     assert multiplies_groups(weight(16, 256, 128))
     assert not multiplies_groups(weight(16, 256, 16)), "a product of the matrix units takes 32 columns"
+    assert multiplies_blocks(weight(16, 256, 128))
+    assert not multiplies_blocks(weight(16, 256, 64))
+    assert not multiplies_blocks(weight(24, 256, 128)), "torch's product takes multiples of 16"
+    assert not multiplies_blocks(weight(16, 256, 128, scale=0.02)), "an input's groups have factors of their own"
     assert not multiplies_groups(round_to_nearest(torch.randn(16, 256), Rounding("fp8", group=128)))
     assert fast_kernel(weight(16, 256, 128)) is None, "a CPU has kernels of its own"
 
@@ -138,4 +203,5 @@ def test_what_it_takes() -> None:
 def test_a_gpu_multiplies_blocks_as_they_are() -> None:
     kernel = fast_kernel(weight(16, 256, 128).to(torch.device("cuda")))
     assert kernel is not None
-    assert kernel.name == "fp8 groups"
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    assert kernel.name == ("fp8 blocks" if hopper else "fp8 groups")
