@@ -39,6 +39,7 @@ from engine.runner.memory import plan_cache
 from engine.runner.null_runner import NullRunner
 from engine.runner.runner import AheadRunner, ModelRunner, StateReader, StepRunner
 from engine.runner.second_tier import SecondTier, check_second_tier, open_second_tier
+from engine.runner.warm_up import compile_launches
 from engine.sampling.rows import check_params
 from engine.scheduler.latency import ClassStats, LatencyCounts
 from engine.scheduler.resume import ANSWERED
@@ -286,12 +287,14 @@ class Engine:
             return make_backend(config.attention, layout, dtype, device, native, kv_kind, fp8=kv_dtype == "fp8")
 
         def compute(model: CausalModel, attention: AttentionBackend, rows: RowState) -> StepRunner:
+            compile_launches(model, attention, device)
             return ModelRunner(model, attention, rows, max_num_seqs=config.schedule.max_num_seqs, device=device)
 
         states = StateStorage(groups, spec.states, device) if spec.state_layers else None
         second_tier: SecondTier | None = None
 
         def compute_recorded(rows: RowState) -> StepRunner:
+            compile_launches(model, attention, device)
             graphs = make_graphs(config, model, attention, rows.block_tables[0].shape[1], device)
             return ModelRunner(
                 model, attention, rows, max_num_seqs=config.schedule.max_num_seqs, device=device, graphs=graphs,

@@ -163,6 +163,20 @@ class CapturableAttention(Protocol):
         ...
 
 
+WARM_UP_TOKENS = 2
+"""Of a step that only compiles kernels. Not one: strides of a single token are not those of any number."""
+
+
+@runtime_checkable
+class CompiledAttention(AttentionBackend, Protocol):
+    """A backend whose kernels are compiled when they are first launched."""
+
+    def warm_up_step(self) -> Any:
+        """Prepare a step of `WARM_UP_TOKENS`, which are stored nowhere and attend to nothing, whose `attend` launches
+        every kernel that a prepared step may launch."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
     """A backend with a prepared step: the `Attend` that models call, layer by layer.

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionBatch, CapturableAttention, KVLayout
+from engine.attention.base import AttentionBackend, AttentionBatch, CapturableAttention, CompiledAttention, KVLayout
 from engine.plan import BlockCopy
 
 
@@ -87,6 +87,14 @@ class CapturableByShape(AttentionByShape):
             _capturable(part.backend).refill(own, part.batch(batch))
 
 
+class CompiledByShape(CapturableByShape):
+    """One whose backends are all `CompiledAttention`, too."""
+
+    def warm_up_step(self) -> tuple[Any, ...]:
+        """See `CompiledAttention.warm_up_step`."""
+        return tuple(part.backend.warm_up_step() for part in self._parts if isinstance(part.backend, CompiledAttention))
+
+
 def attention_by_shape(layout: KVLayout, make: Callable[[KVLayout], AttentionBackend]) -> AttentionByShape:
     """Create attention over groups of several shapes; `make`: of a layout of one shape."""
     parts = []
@@ -95,8 +103,10 @@ def attention_by_shape(layout: KVLayout, make: Callable[[KVLayout], AttentionBac
         own = tuple(layout.groups[index] for index in groups)
         part = replace(layout, groups=own, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, shapes=())
         parts.append(_Part(make(part), groups))
-    captures = all(isinstance(part.backend, CapturableAttention) for part in parts)
-    return (CapturableByShape if captures else AttentionByShape)(layout, parts)
+    for kind, of in ((CompiledAttention, CompiledByShape), (CapturableAttention, CapturableByShape)):
+        if all(isinstance(part.backend, kind) for part in parts):
+            return of(layout, parts)
+    return AttentionByShape(layout, parts)
 
 
 def _capturable(backend: AttentionBackend) -> CapturableAttention:

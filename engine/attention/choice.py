@@ -122,7 +122,7 @@ def _best(layout: KVLayout, dtype: torch.dtype, device: torch.device, fp8: bool)
             raise EngineError("kv_dtype 'fp8' needs the package triton, which comes with torch's CUDA builds")
         return TRITON, None
     for name in ("flash3", TRITON, "flash2", "torch-varlen"):
-        if name == TRITON and triton:
+        if name == TRITON and triton and _fits_triton(layout, device):
             return name, None
         library = LIBRARIES.get(name)
         if library is None or library.refusal(layout, dtype, device) is not None:
@@ -130,6 +130,15 @@ def _best(layout: KVLayout, dtype: torch.dtype, device: torch.device, fp8: bool)
         if (found := library.find(False)) is not None:
             return name, found
     return PagedSdpaAttention.name, None
+
+
+def _fits_triton(layout: KVLayout, device: torch.device) -> bool:
+    """Whether the device has enough shared memory for Triton's kernels of this layout."""
+    if not layout.latent_dim:
+        return True
+    from engine.attention.triton_paged import refusal, shared_memory  # noqa: PLC0415 - triton is not always there
+
+    return refusal(layout, shared_memory(device)) is None
 
 
 def _interpreted(device: torch.device) -> bool:

@@ -12,8 +12,9 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.base import AttentionBatch, KVLayout
+from engine.attention.base import WARM_UP_TOKENS, AttentionBatch, KVLayout
 from engine.attention.storage import KVStorage
+from engine.errors import EngineError
 from engine.plan import BlockCopy
 from engine.triton_kernels.attention import attend_tiles, join_splits, store_tokens, store_tokens_scaled
 
@@ -22,15 +23,26 @@ FP8 = torch.float8_e4m3fn
 MOST_COLUMNS, LEAST_COLUMNS = 64, 16
 """Keys that a program processes per iteration."""
 
+FP8_DECODE_COLUMNS, FP8_DECODE_STAGES = 128, 5
+"""Of decoding with a float8 cache, whose keys have half the bytes: as many bytes as with bfloat16 are on their way."""
+
 LEAST_SHARED = 64 << 10
 """Bytes of shared memory of a program on every device that Triton supports."""
 
 CHUNK_ROWS = 64
 """Minimum of queries times heads of a chunk's tile."""
 
+FLOAT32_CHUNK = 32
+"""In float32: `CHUNK_ROWS`, and `MOST_COLUMNS` of a chunk. There are no matrix units for it, and registers hold whole
+rows of both sides of a product."""
+
 LONG, LONG_HEADS, LONG_CHUNK_ROWS, LONG_WARPS = 256, 16, 32, 8
 """With values longer than `LONG`, and with latent attention: query heads of a program, `CHUNK_ROWS`, and warps. Such
 sums fill their registers: with more rows or fewer warps the compiler spills them."""
+
+LATENT_BYTES = 136
+"""Of shared memory of a program, for each element of a latent vector, that the smallest tile takes: what compilers use
+for compute capability 7.5, and more than for others."""
 
 LEAST_ROWS = 16
 """Minimum rows of a product on the matrix units."""
@@ -39,6 +51,18 @@ MOST_SPLITS = 16
 SPLIT_KEYS = 256
 """Minimum keys of a split: fewer are not worth a second kernel."""
 
+DECODE_PROGRAMS, CHUNK_PROGRAMS = 4, 2
+"""Of a multiprocessor, that splitting aims at: as many fit Hopper's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Queries and keys of a program per iteration, and the iterations that are on their way (Triton's stages)."""
+
+    queries: int
+    columns: int
+    stages: int = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
@@ -46,19 +70,24 @@ class Tiles:
 
     Attributes:
         first_token, tokens: the rows of q that belong to these sequences.
+        splits: programs that share the keys of each tile.
     """
 
     sequences: Tensor
     firsts: Tensor
     first_token: int
     tokens: int
-    queries: int
-    columns: int
+    tile: Tile
     splits: int
 
     @property
     def count(self) -> int:
         return len(self.sequences)
+
+    @property
+    def shape(self) -> tuple[Tile, bool]:
+        """What a kernel is compiled for: the tile, and whether its keys are split."""
+        return self.tile, self.splits > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +119,9 @@ class TritonPagedAttention:
             in float32, round by hand.
         processors: of the device, which small batches are spread over; None: queried.
         shared: bytes of shared memory of a program there; None: queried.
+
+    Raises:
+        EngineError: the device has too little shared memory for this layout.
     """
 
     name = "triton"
@@ -104,6 +136,13 @@ class TritonPagedAttention:
         processors: int | None = None,
         shared: int | None = None,
     ) -> None:
+        if processors is None:
+            on_cuda = device.type == "cuda"
+            processors = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 1
+        if shared is None:
+            shared = shared_memory(device)
+        if (reason := refusal(layout, shared)) is not None:
+            raise EngineError(f"attention 'triton' {reason}; choose 'paged-sdpa'")
         self.storage = KVStorage(layout, dtype, device)
         self._device = device
         self._upcast = upcast
@@ -113,22 +152,21 @@ class TritonPagedAttention:
         self._rests = 0
         if layout.latent_dim:
             self._rests = max(16, triton.next_power_of_2(layout.head_dim - layout.latent_dim))
-        chunk_rows, self._warps = CHUNK_ROWS, 4
+        chunk_rows, self._most_chunk_columns, self._warps = CHUNK_ROWS, MOST_COLUMNS, 4
+        if dtype == torch.float32:
+            chunk_rows = self._most_chunk_columns = FLOAT32_CHUNK
         if layout.latent_dim or layout.head_dim > LONG:
             self._heads = min(self._heads, LONG_HEADS)
             chunk_rows, self._warps = LONG_CHUNK_ROWS, LONG_WARPS
         self._parts = -(-self._sharing // self._heads)
         self._decode_queries = max(1, LEAST_ROWS // self._heads)
         self._chunk_queries = max(self._decode_queries, chunk_rows // self._heads)
-        if processors is None or shared is None:
-            there = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-            processors = processors or (1 if there is None else there.multi_processor_count)
-            shared = shared or getattr(there, "shared_memory_per_block_optin", LEAST_SHARED)
         self._processors = processors
         self._shared = shared
         self._item = dtype.itemsize
         while self._chunk_queries > self._decode_queries and not self._fits(self._chunk_queries, LEAST_COLUMNS):
             self._chunk_queries //= 2
+        self._decode_tile, self._chunk_tile = self._tiles()
         self._tables: tuple[Tensor, ...] = ()  # of reserved steps, which are read one after the other
 
     @property
@@ -144,12 +182,12 @@ class TritonPagedAttention:
         slots, tables, at = _cut(rest, self.num_groups)
         launches = []
         if decodes:
-            splits = self._splits(decodes, int(batch.starts[:decodes].max()) + 1)
-            launches.append(Tiles(at[0], at[1], 0, decodes, *self._tile(self._decode_queries), splits))
+            splits = self._splits(decodes, int(batch.starts[:decodes].max()) + 1, DECODE_PROGRAMS)
+            launches.append(Tiles(at[0], at[1], 0, decodes, self._decode_tile, splits))
         if chunks := len(at[2]):
-            splits = self._splits(chunks, int((batch.starts + batch.counts)[decodes:].max()))
+            splits = self._splits(chunks, int((batch.starts + batch.counts)[decodes:].max()), CHUNK_PROGRAMS)
             tokens = int(batch.counts[decodes:].sum())
-            launches.append(Tiles(at[2], at[3], decodes, tokens, *self._tile(self._chunk_queries), splits))
+            launches.append(Tiles(at[2], at[3], decodes, tokens, self._chunk_tile, splits))
         return TritonStep(starts, counts, begins, tables, slots, tuple(launches))
 
     def reserve(self, tokens: int, sequences: int, decodes: int, mixed: bool, table_width: int) -> TritonStep:
@@ -175,12 +213,28 @@ class TritonPagedAttention:
         buffer = torch.zeros(sum(sizes), dtype=torch.int32, device=self._device)
         starts, counts, begins, *rest = torch.split(buffer, sizes)
         slots, at = tuple(rest[: self.num_groups]), rest[self.num_groups :]
-        splits = self._splits(decodes, table_width * self.storage.layout.block_size)
-        launches = [Tiles(at[0], at[1], 0, decodes, *self._tile(self._decode_queries), splits)]
+        splits = self._splits(decodes, table_width * self.storage.layout.block_size, DECODE_PROGRAMS)
+        launches = [Tiles(at[0], at[1], 0, decodes, self._decode_tile, splits)]
         if chunks:
-            launches.append(Tiles(at[2], at[3], 0, tokens, *self._tile(self._chunk_queries), 1))
+            launches.append(Tiles(at[2], at[3], 0, tokens, self._chunk_tile, 1))
         tables = tuple(table[:sequences] for table in self._tables)
         return TritonStep(starts, counts, begins, tables, slots, tuple(launches), buffer)
+
+    def launch_shapes(self) -> list[tuple[Tile, bool]]:
+        """Return all that `Tiles.shape` may be."""
+        return [(tile, split) for tile in (self._decode_tile, self._chunk_tile) for split in (False, True)]
+
+    def warm_up_step(self) -> TritonStep:
+        """Prepare a step of `WARM_UP_TOKENS` that are stored nowhere and attend to nothing, with every launch shape."""
+        zero = np.zeros(1, np.int32)
+        slots = [np.full(WARM_UP_TOKENS, -1, np.int32)] * self.num_groups
+        tables = [zero[None]] * self.num_groups
+        starts, counts, begins, *rest = self._carry([zero, zero, zero, *slots, *tables, zero, zero])
+        there, of, (sequences, firsts) = _cut(rest, self.num_groups)
+        launches = (
+            Tiles(sequences, firsts, 0, WARM_UP_TOKENS, tile, 1 + split) for tile, split in self.launch_shapes()
+        )
+        return TritonStep(starts, counts, begins, of, there, tuple(launches))
 
     def refill(self, step: TritonStep, batch: AttentionBatch) -> None:
         """Fill a reserved step with this batch, which was padded to its sequences and tokens: sequences without tokens
@@ -257,29 +311,38 @@ class TritonPagedAttention:
         table = step.tables[storage.group_of[layer]]
         shape = {
             "KV_HEADS": kv_heads, "SHARING": self._sharing, "HEADS": self._heads, "PARTS": self._parts,
-            "VALUE_DIM": layout.value_dim, "DIMS": self._dims, "QUERIES": tiles.queries, "SPLITS": tiles.splits,
+            "VALUE_DIM": layout.value_dim, "DIMS": self._dims, "QUERIES": tiles.tile.queries,
         }  # fmt: skip
         attend_tiles[(tiles.count, parts, tiles.splits)](
             q, keys, values, key_scales, value_scales, keys if sinks is None else sinks, into, log_sums, table,
             step.starts, step.counts, step.begins, tiles.sequences, tiles.firsts,
             scale * math.log2(math.e), q.stride(0), q.stride(1), table.stride(0), tiles.first_token, rows,
             HEAD_DIM=layout.head_dim, RESTS=self._rests, BLOCK_SIZE=layout.block_size,
-            WINDOW=storage.window_of[layer] or 0, COLUMNS=tiles.columns, SCALED=scaled,
+            WINDOW=storage.window_of[layer] or 0, COLUMNS=tiles.tile.columns, SPLIT=tiles.splits > 1, SCALED=scaled,
             NARROW=q.dtype == torch.float16, UPCAST=self._upcast, SINKS=sinks is not None,
-            LATENT=layout.latent_dim > 0, num_warps=self._warps, **shape,
+            LATENT=layout.latent_dim > 0, num_warps=self._warps, num_stages=tiles.tile.stages, **shape,
         )  # fmt: skip
         if tiles.splits > 1:
             join_splits[(tiles.count, parts)](
                 into, log_sums, out, step.counts, step.begins, tiles.sequences, tiles.firsts, tiles.first_token, rows,
-                **shape,
+                tiles.splits, **shape,
             )  # fmt: skip
 
-    def _tile(self, queries: int) -> tuple[int, int]:
-        """Return queries and keys of a program per iteration: as many keys as fit the device's shared memory."""
-        columns = MOST_COLUMNS
-        while columns > LEAST_COLUMNS and not self._fits(queries, columns):
-            columns //= 2
-        return queries, columns
+    def _tiles(self) -> tuple[Tile, Tile]:
+        """Return the tiles of decoding sequences and of chunks: as many keys as fit the device's shared memory."""
+        chunk = Tile(self._chunk_queries, self._columns(self._chunk_queries, self._most_chunk_columns))
+        if self._item == 1 and not self._rests:
+            columns = FP8_DECODE_COLUMNS
+            held = (2 * self._decode_queries * self._heads + 5 * columns) * self._dims
+            if 2 * held <= self._shared:  # else one program would have a multiprocessor to itself
+                return Tile(self._decode_queries, columns, FP8_DECODE_STAGES), chunk
+        return Tile(self._decode_queries, self._columns(self._decode_queries, MOST_COLUMNS)), chunk
+
+    def _columns(self, queries: int, most: int) -> int:
+        """Return the keys of a program per iteration, at most so many."""
+        while most > LEAST_COLUMNS and not self._fits(queries, most):
+            most //= 2
+        return most
 
     def _fits(self, queries: int, columns: int) -> bool:
         """Whether so many queries and keys fit the device's shared memory."""
@@ -289,12 +352,12 @@ class TritonPagedAttention:
         row = (self._dims + self._rests) * max(self._item, 2)
         return bool((queries * self._heads + held * columns) * row <= self._shared)
 
-    def _splits(self, tiles: int, longest: int) -> int:
-        """Return the number of programs that share the keys of each tile, with `longest` keys to read: a power of
-        two."""
-        programs = tiles * self.storage.layout.num_kv_heads * self._parts
-        wanted: int = min(2 * self._processors // max(1, programs), longest // SPLIT_KEYS, MOST_SPLITS)
-        return 1 << max(0, wanted.bit_length() - 1)
+    def _splits(self, tiles: int, longest: int, programs: int) -> int:
+        """Return the number of programs that share the keys of each tile, with `longest` keys to read and so many
+        programs wanted for a multiprocessor."""
+        whole = tiles * self.storage.layout.num_kv_heads * self._parts
+        wanted: int = min(programs * self._processors // max(1, whole), longest // SPLIT_KEYS, MOST_SPLITS)
+        return max(1, wanted)
 
     def _chunk_tiles(self, batch: AttentionBatch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Sequences and first queries of the chunks' tiles."""
@@ -311,6 +374,24 @@ class TritonPagedAttention:
             whole = whole.pin_memory().to(self._device, non_blocking=True)
         flat = torch.split(whole, [part.size for part in parts])
         return [there.view(part.shape) for there, part in zip(flat, parts, strict=True)]
+
+
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory of a program on a device."""
+    if device.type != "cuda":
+        return LEAST_SHARED
+    size: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_SHARED)
+    return size
+
+
+def refusal(layout: KVLayout, shared: int) -> str | None:
+    """Return why no tile of this layout fits a device whose programs have so many bytes of shared memory; None: one
+    does."""
+    needed = LATENT_BYTES * triton.next_power_of_2(layout.latent_dim) if layout.latent_dim else 0
+    if needed <= shared:
+        return None
+    kib = needed >> 10, shared >> 10
+    return "needs {} KiB of shared memory for this model's latent attention, and the device has {}".format(*kib)
 
 
 def _ranges(batch: AttentionBatch) -> list[NDArray[np.int32]]:

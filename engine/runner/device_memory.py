@@ -69,7 +69,7 @@ def make_memory_release(device: torch.device) -> Callable[[], None]:
     return torch.cuda.empty_cache if device.type == "cuda" else lambda: None
 
 
-class _AttendToNothing:
+class AttendToNothing:
     """`Attend` of a step of one sequence, without a cache."""
 
     def __init__(self, spec: ModelSpec, tokens: int) -> None:
@@ -100,7 +100,7 @@ def largest_step(model: CausalModel, schedule: ScheduleConfig, device: torch.dev
     with torch.inference_mode():
         positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         lengths = positions if model.spec.rope_original_max is not None else None
-        hidden = model.forward(positions, positions, _AttendToNothing(model.spec, tokens), lengths)
+        hidden = model.forward(positions, positions, AttendToNothing(model.spec, tokens), lengths)
         if model.spec.generates:
             sampler.draw(model.logits(hidden[: len(rows)].clone()), rows, np.ones_like(rows), np.zeros_like(rows))
     if isinstance(model, RoutedModel):  # its tokens are all the same one, and nobody's

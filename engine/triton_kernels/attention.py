@@ -24,9 +24,9 @@ from engine.triton_kernels.rounding import to_e4m3
 
 _OF_A_STEP = (
     "tables", "starts", "counts", "begins", "tile_sequences", "tile_firsts", "table_stride", "first_token",
-    "split_stride",
+    "split_stride", "splits",
 )  # fmt: skip
-"""Arguments of `attend_tiles`: ranges that lie anywhere in one copied buffer, and sizes of the step."""
+"""Ranges that lie anywhere in one copied buffer, and sizes of the step."""
 
 
 @triton.jit(do_not_specialize=("slots",))
@@ -91,13 +91,13 @@ def store_tokens_scaled(  # type: ignore[no-untyped-def]
             _store_scaled(v + row * v_stride, values, value_scales, slot, KV_HEADS, HEADS, HEAD_DIM, DIMS, BY_HAND)
 
 
-@triton.jit(do_not_specialize=_OF_A_STEP)
+@triton.jit(do_not_specialize=_OF_A_STEP[:-1])
 def attend_tiles(  # type: ignore[no-untyped-def]
     q, keys, values, key_scales, value_scales, sinks, out, log_sums,
     tables, starts, counts, begins, tile_sequences, tile_firsts,
     scale, q_token_stride, q_head_stride, table_stride, first_token, split_stride,
     KV_HEADS: tl.constexpr, SHARING: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, RESTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, COLUMNS: tl.constexpr,
     SCALED: tl.constexpr, NARROW: tl.constexpr, UPCAST: tl.constexpr, SINKS: tl.constexpr, LATENT: tl.constexpr,
 ):  # fmt: skip
@@ -108,8 +108,9 @@ def attend_tiles(  # type: ignore[no-untyped-def]
             VALUE_DIM elements of keys, and `values` is not read. Otherwise VALUE_DIM is HEAD_DIM.
         key_scales, value_scales: SCALED: float32 [blocks, BLOCK_SIZE, KV_HEADS], else not read.
         sinks: SINKS: float32 [heads], scores without a value, else not read.
-        out: [T, heads, VALUE_DIM]; with SPLITS float32 [SPLITS, t, heads, VALUE_DIM] and log_sums float32 [SPLITS, t,
-            heads], for t tokens from `first_token` on.
+        out: [T, heads, VALUE_DIM]; SPLIT: float32 [splits, t, heads, VALUE_DIM] and log_sums float32 [splits, t,
+            heads], for t tokens from `first_token` on, and as many splits as the grid's last axis has programs. (One
+            kernel for any number of them: each further one would be compiled in the middle of a job.)
         tables: int32 [B, table_stride], the blocks of each sequence.
         starts, counts, begins: int32 [B]: position of a sequence's first query, how many, and the first one's row in q.
         tile_sequences, tile_firsts: int32 [tiles]: whose queries a program takes, from which on.
@@ -151,8 +152,8 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         least = tl.maximum(start + first - WINDOW + 1, 0)
     end = tl.where(first < count, start + tl.minimum(first + QUERIES, count), 0)
     lowest = least // COLUMNS * COLUMNS
-    if SPLITS > 1:
-        each = tl.cdiv(tl.cdiv(tl.maximum(end - lowest, 0), COLUMNS), SPLITS) * COLUMNS
+    if SPLIT:
+        each = tl.cdiv(tl.cdiv(tl.maximum(end - lowest, 0), COLUMNS), tl.num_programs(2)) * COLUMNS
         lowest = lowest + tl.program_id(2) * each
         end = tl.minimum(end, lowest + each)
 
@@ -214,7 +215,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     divisor = tl.where(total == 0, 1.0, total)
     sums = sums / divisor[:, None]
     row_of_out = token * (KV_HEADS * SHARING) + head
-    if SPLITS > 1:
+    if SPLIT:
         row_of_out += tl.program_id(2).to(tl.int64) * split_stride - first_token * (KV_HEADS * SHARING)
         tl.store(log_sums + row_of_out, tl.where(total == 0, float("-inf"), most + tl.log2(divisor)), mask=used)
     places = out + row_of_out[:, None] * VALUE_DIM + dim[None, :]
@@ -223,9 +224,9 @@ def attend_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_OF_A_STEP[2:6] + _OF_A_STEP[7:])
 def join_splits(  # type: ignore[no-untyped-def]
-    parts, log_sums, out, counts, begins, tile_sequences, tile_firsts, first_token, split_stride,
+    parts, log_sums, out, counts, begins, tile_sequences, tile_firsts, first_token, split_stride, splits,
     KV_HEADS: tl.constexpr, SHARING: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """A program joins a tile's results over parts of its keys, each weighed by its share of the sum.
 
@@ -244,12 +245,12 @@ def join_splits(  # type: ignore[no-untyped-def]
     dim = tl.arange(0, DIMS)
     wanted = used[:, None] & (dim < VALUE_DIM)[None, :]
     most = tl.full((QUERIES * HEADS,), float("-inf"), tl.float32)
-    for split in range(SPLITS):
+    for split in range(splits):
         most = tl.maximum(most, tl.load(log_sums + split * split_stride + row_of_part, mask=used, other=float("-inf")))
     base = tl.where(most == float("-inf"), 0.0, most)
     total = tl.zeros((QUERIES * HEADS,), tl.float32)
     sums = tl.zeros((QUERIES * HEADS, DIMS), tl.float32)
-    for split in range(SPLITS):
+    for split in range(splits):
         at = split * split_stride + row_of_part
         weight = tl.exp2(tl.load(log_sums + at, mask=used, other=float("-inf")) - base)
         part = tl.load(parts + at[:, None] * VALUE_DIM + dim[None, :], mask=wanted, other=0.0)

@@ -1,10 +1,10 @@
 """Weights of four or eight bits times float inputs on a GPU, in Triton: W4A16 and W8A16.
 
 A weight is read in the layout of `QWeight`. Each element is rounded once to the inputs' dtype, as `QWeight.dequantize`
-does, and sums are kept in float32. Up to `MAX_ROWS` rows, a tile of codes is dequantized in registers and passed directly
-to the matrix units, so memory traffic is that of the small form; where the weight's rows are too few to occupy a GPU,
-several programs share their columns, and a second kernel joins the sums. With more rows a tile would be dequantized by
-several programs: the weight is dequantized into memory instead, once, and multiplied by torch.
+does, and sums are kept in float32. Up to `MAX_ROWS` rows, a tile of codes is dequantized in registers and passed
+directly to the matrix units, so memory traffic is that of the small form; where the weight's rows are too few to occupy
+a GPU, several programs share their columns, and a second kernel joins the sums. With more rows a tile would be
+dequantized by several programs: the weight is dequantized into memory instead, once, and multiplied by torch.
 """
 
 from __future__ import annotations

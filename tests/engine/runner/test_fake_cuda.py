@@ -23,6 +23,9 @@ from tests.engine.runner.fake_cuda import DEVICE, DeviceTensor, FakeCuda, compil
 from tests.engine.runner.test_async_loop import answers, check_idle, plain_work, prompt, workload
 
 pytest.importorskip("triton", reason="NOT TESTED HERE: a fake CUDA device; triton is not installed")
+
+from engine.attention import triton_paged
+
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one"),
     pytest.mark.skipif(compiler() is None, reason="NOT TESTED HERE: a fake CUDA device; there is no C++ compiler"),
@@ -176,6 +179,34 @@ def test_int8_weights_alone_go_through_the_small_product() -> None:
         got = linear(torch.eye(32, device=DEVICE)).cpu()
     torch.testing.assert_close(got.t(), weight, rtol=0, atol=0.02)
     assert isinstance(int8_weight_only(weight), Int8WeightLinear)
+
+
+def test_attention_is_compiled_before_the_first_step(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For layers with and without a window, whole and split."""
+    compiled_for = ("QUERIES", "COLUMNS", "SPLIT", "WINDOW", "num_stages")
+    launched: set[tuple[Any, ...]] = set()
+
+    class Recorded:
+        def __init__(self, kernel: Any) -> None:
+            self._kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Callable[..., Any]:
+            def launch(*args: Any, **kwargs: Any) -> Any:
+                launched.add(tuple(kwargs[name] for name in compiled_for))
+                return self._kernel[grid](*args, **kwargs)
+
+            return launch
+
+    with fake_cuda():
+        monkeypatch.setattr(triton_paged, "attend_tiles", Recorded(triton_paged.attend_tiles))
+        engine = load(tiny_model("gemma3"), "cuda", attention="triton", cuda_graphs=False)
+        at_start = set(launched)
+        launched.clear()
+        request = Request("a", prompt(1, 9), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+        assert [error for *_, error, _ in answers(engine, [request])] == [None]
+        assert len(launched) == 4, "a chunk and a row, with and without a window"
+        assert launched < at_start
+        assert len(at_start) == 8
 
 
 @pytest.mark.slow

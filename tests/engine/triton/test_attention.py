@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from engine.runner.buckets import GraphShape, padded
 
 pytest.importorskip("triton", reason="NOT TESTED HERE: Triton's kernels; triton is not installed")
 
-from engine.attention import triton_paged
+from engine.attention import choice, triton_paged
+from engine.attention.base import WARM_UP_TOKENS
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton_paged import TritonPagedAttention
 from tests.engine.attention.test_paged_attention import Sequences
@@ -86,7 +88,7 @@ def compare(
         batch = sequences.batch(members, counts)
         mine, theirs = fast.prepare(batch), oracle.prepare(batch)
         for tiles in mine.launches:
-            met[tiles.first_token > 0 or tiles.queries > 16 // (num_heads // kv_heads)].add(tiles.splits)
+            met[tiles.first_token > 0 or tiles.tile.queries > 16 // (num_heads // kv_heads)].add(tiles.splits)
         for layer in range(2):
             fused = torch.randn(sum(counts), num_heads + 2 * kv_heads, head_dim, generator=made).to(dtype)
             q, k, v = fused.to(device).split([num_heads, kv_heads, kv_heads], dim=1)
@@ -245,7 +247,7 @@ def filled(batch: AttentionBatch, rows: int) -> AttentionBatch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.exhaustive), 5])
 @pytest.mark.parametrize(
     "dtype", [*(pytest.param(each, marks=pytest.mark.exhaustive) for each in TOLERANCE), FP8], ids=str
 )
@@ -356,6 +358,63 @@ def test_an_engine_with_it_gives_the_oracles_tokens(
         done = {each.request_id: each.choices[0].token_ids for each in engine.run(requests)}
         tokens_by_engine.append([list(done[str(i)]) for i in range(3)])
     assert tokens_by_engine[0] == tokens_by_engine[1]
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, FP8], ids=str)
+def test_no_step_asks_for_a_launch_that_was_not_compiled_at_the_start(cache: torch.dtype) -> None:
+    """Steps of any sizes and lengths, and graphs of any shape."""
+    layout = KVLayout((CacheGroup((0,), None, 4),), 32, 8, 128, 32)
+    backend = TritonPagedAttention(layout, cache, torch.device("cpu"), processors=132, shared=227 << 10)
+    rng = np.random.default_rng(1)
+    met = set()
+    for _ in range(200):
+        decodes, chunks = (int(most ** rng.random()) - 1 for most in (600, 12))
+        counts = [1] * decodes + rng.integers(2, 2000, chunks).tolist()
+        if not counts:
+            continue
+        starts = (16_000 ** rng.random(len(counts))).astype(np.int32)
+        table = np.zeros((len(counts), 1), np.int32)
+        slots = np.zeros(sum(counts), np.int64)
+        batch = AttentionBatch(starts, np.array(counts, np.int32), decodes, (table,), (slots,))
+        met |= {tiles.shape for tiles in backend.prepare(batch).launches}
+    for rows in (600, 64, 3, 1):
+        for mixed in (True, False):
+            step = backend.reserve(rows, rows, rows, mixed, 500)
+            met |= {tiles.shape for tiles in step.launches}
+    assert met == {tiles.shape for tiles in backend.warm_up_step().launches} == set(backend.launch_shapes())
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_the_step_that_compiles_reads_and_writes_nothing(
+    has_sinks: bool, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = KVLayout((CacheGroup((0,), None, 3), CacheGroup((1,), 5, 3)), 4, 2, 16, 4)
+    backend = TritonPagedAttention(layout, torch.float32, device, upcast=upcast, processors=4)
+    poison_all(backend)
+    q = torch.full((WARM_UP_TOKENS, 4, 16), 7.0, device=device)
+    empty = torch.empty
+    monkeypatch.setattr(triton_paged.torch, "empty", lambda *a, **b: empty(*a, **b).fill_(float("nan")))
+    for layer in range(2):
+        sinks = torch.zeros(4, device=device) if has_sinks else None
+        got = backend.attend(layer, q, q[:, :2], q[:, :2], 0.3, backend.warm_up_step(), sinks)
+        assert got.isnan().all()
+        assert backend.storage.keys[layer].isnan().all()
+        assert backend.storage.values[layer].isnan().all()
+
+
+def test_latent_attention_that_fits_no_device_is_refused_and_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = KVLayout((CacheGroup((0,), None, 2),), 32, 1, 576, 20, latent_dim=512)
+    message = (
+        r"^attention 'triton' needs 68 KiB of shared memory for this model's latent attention, and the device has 64"
+    )
+    with pytest.raises(EngineError, match=message):
+        TritonPagedAttention(layout, torch.float16, torch.device("cpu"), processors=40, shared=64 << 10)
+    TritonPagedAttention(layout, torch.float16, torch.device("cpu"), processors=108, shared=163 << 10)
+    for shared, name in ((64 << 10, "paged-sdpa"), (163 << 10, "triton")):
+        properties = SimpleNamespace(shared_memory_per_block_optin=shared)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        assert choice._best(layout, torch.float16, torch.device("cuda"), False)[0] == name
 
 
 class _ReferenceInFp8(ReferenceAttention):

@@ -1,0 +1,47 @@
+"""Compiles, when an engine starts, the attention kernels that its eager steps launch.
+
+A kernel is compiled when it is first launched, in seconds; without this, in the middle of a job. The model itself
+launches them, for tokens that are stored nowhere, so they are compiled for its own tensors.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import WARM_UP_TOKENS, AttentionBackend, CompiledAttention
+from engine.logs import get_logger
+from engine.models.base import CausalModel, RoutedModel
+from engine.runner.device_memory import AttendToNothing
+
+logger = get_logger(__name__)
+
+
+class _AttendInEveryShape(AttendToNothing):
+    """`Attend` of these tokens."""
+
+    def __init__(self, model: CausalModel, attention: CompiledAttention) -> None:
+        super().__init__(model.spec, WARM_UP_TOKENS)
+        self._attention, self._step = attention, attention.warm_up_step()
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, sinks: Tensor | None = None, /
+    ) -> Tensor:
+        return self._attention.attend(layer, q, k, v, scale, self._step, sinks)
+
+
+def compile_launches(model: CausalModel, attention: AttentionBackend, device: torch.device) -> None:
+    """Launch every kernel that an eager step of this model may launch to attend; on other devices than CUDA's, and with
+    libraries' attention, do nothing."""
+    if device.type != "cuda" or not isinstance(attention, CompiledAttention):
+        return
+    begun = time.perf_counter()
+    with torch.inference_mode():
+        zero = torch.zeros(WARM_UP_TOKENS, dtype=torch.int64, device=device)
+        lengths = zero if model.spec.rope_original_max is not None else None
+        model.forward(zero, zero, _AttendInEveryShape(model, attention), lengths)
+    if isinstance(model, RoutedModel):
+        model.reset_expert_load()
+    logger.info("attention is compiled", seconds=round(time.perf_counter() - begun, 2))
