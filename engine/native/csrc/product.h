@@ -51,24 +51,85 @@ void micro(const u32* a, long lda, const typename D::B* const* blocks, int num_b
         for (int v = 0; v < NV; v++) D::store_acc(c + r * ldc + v * VL, acc[r][v]);
 }
 
+// `micro` of bfloat16 where no instruction multiplies it, and shifts take the multipliers' ports: the rows are widened
+// piece by piece, once for all columns of the panel, and the loop only reads them. The same sums in the same order.
+template <int MR, int NV>
+void micro_widened(const u32* a, long lda, const u32* const* blocks, int num_blocks, int kb, long ldb, long column,
+                   u32* c, long ldc, const u32* const* ahead) {
+    constexpr int PIECE = 64;  // words of a row, whose elements stay in the first cache
+    alignas(64) float rows[2][MR][PIECE];
+    vf acc[MR][NV];
+#pragma GCC unroll 12
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) acc[r][v] = zero();
+    for (int j = 0; j < num_blocks; j++) {
+        const u32* b = blocks[j] + column;
+        const bool fetches = ahead && ahead[j];
+        const u32* fetched = fetches ? ahead[j] + column * kb : b;
+        const long step = fetches ? NV * VL : 0;
+        for (int first = 0; first < kb; first += PIECE) {
+            const int count = kb - first < PIECE ? kb - first : PIECE;
+            for (int r = 0; r < MR; r++) {
+                const float* row = (const float*)(a + r * lda + long(j) * kb + first);
+                for (int i = 0; i < count; i += VL) {
+                    const vi words = as_words(count - i < VL ? load_first(row + i, count - i) : load(row + i));
+                    store(&rows[0][r][i], BF16::even(words)), store(&rows[1][r][i], BF16::odd(words));
+                }
+            }
+            for (int k = 0; k < count; k++) {
+                for (int line = 0; line < NV * VL; line += 64 / sizeof(u32)) _mm_prefetch((const char*)(fetched + line), _MM_HINT_T1);
+                fetched += step;
+#pragma GCC unroll 2
+                for (int parity = 0; parity < 2; parity++) {
+                    vf bv[NV];
+#pragma GCC unroll 4
+                    for (int v = 0; v < NV; v++) {
+                        const vi words = load_words(b + v * VL);
+                        bv[v] = parity ? BF16::odd(words) : BF16::even(words);
+                    }
+#pragma GCC unroll 12
+                    for (int r = 0; r < MR; r++) {
+                        const vf av = set1(rows[parity][r][k]);
+#pragma GCC unroll 4
+                        for (int v = 0; v < NV; v++) acc[r][v] = fma(av, bv[v], acc[r][v]);
+                    }
+                }
+                b += ldb;
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) store((float*)(c + r * ldc + v * VL), acc[r][v]);
+}
+
 template <class D>
 using Micro = void (*)(const u32*, long, const typename D::B* const*, int, int, long, long, u32*, long,
                        const typename D::B* const*);
 
+template <class D, int MR, int NV> constexpr Micro<D> best_micro() {
+    if constexpr (D::WIDENS)
+        return micro_widened<MR, NV>;
+    else
+        return micro<D, MR, NV>;
+}
+
 template <class D, int NV> inline Micro<D> micro_of(int rows) {
     if constexpr (NV == 4) {
-        static const Micro<D> few[] = {micro<D, 1, 4>, micro<D, 2, 4>, micro<D, 3, 4>,
+        static const Micro<D> few[] = {best_micro<D, 1, 4>(), best_micro<D, 2, 4>(), best_micro<D, 3, 4>(),
 #if defined(__AVX512F__)
-                                    micro<D, 4, 4>, micro<D, 5, 4>, micro<D, 6, 4>
+                                       best_micro<D, 4, 4>(), best_micro<D, 5, 4>(), best_micro<D, 6, 4>()
 #endif
         };
         return few[rows - 1];
     }
-    static const Micro<D> table[] = {micro<D, 1, NV>, micro<D, 2, NV>, micro<D, 3, NV>, micro<D, 4, NV>,
-                                  micro<D, 5, NV>, micro<D, 6, NV>,
+    static const Micro<D> table[] = {best_micro<D, 1, NV>(), best_micro<D, 2, NV>(), best_micro<D, 3, NV>(),
+                                     best_micro<D, 4, NV>(), best_micro<D, 5, NV>(), best_micro<D, 6, NV>(),
 #if defined(__AVX512F__)
-                                  micro<D, 7, NV>, micro<D, 8, NV>, micro<D, 9, NV>, micro<D, 10, NV>,
-                                  micro<D, 11, NV>, micro<D, 12, NV>
+                                     best_micro<D, 7, NV>(), best_micro<D, 8, NV>(), best_micro<D, 9, NV>(),
+                                     best_micro<D, 10, NV>(), best_micro<D, 11, NV>(), best_micro<D, 12, NV>()
 #endif
     };
     return table[rows - 1];

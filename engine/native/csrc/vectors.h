@@ -267,7 +267,9 @@ template <bool ROUGH = false> inline vf exp2_f(vf x) {
 }
 
 // Element types of a product. `P`: elements per word. `dot`: acc += a . b, lane by lane; int8 is unsigned a, signed b.
+// `WIDENS`: no instruction multiplies them, so that products of rows widen those first.
 struct F32 {
+    static constexpr bool WIDENS = false;
     typedef u32 B;
     static inline vi load_b(const B* p) { return load_words(p); }
     static constexpr int P = 1;
@@ -284,18 +286,20 @@ struct BF16 {
     typedef vf acc;
     static inline void store_acc(u32* p, acc x) { store((float*)p, x); }
     static inline acc none() { return zero(); }
-    static inline acc dot(acc c, vi a, vi b) {
+    // A word's two elements.
+    static inline vf even(vi x) { return as_float(shift_left<16>(x)); }
+    static inline vf odd(vi x) { return as_float(and_i(x, set1_i(int(0xffff0000u)))); }
 #if defined(__AVX512BF16__)
-        return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
+    static constexpr bool WIDENS = false;
+    static inline acc dot(acc c, vi a, vi b) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 #else
-        const vi high = set1_i(int(0xffff0000u));
-        c = fma(as_float(shift_left<16>(a)), as_float(shift_left<16>(b)), c);
-        return fma(as_float(and_i(a, high)), as_float(and_i(b, high)), c);
+    static constexpr bool WIDENS = VL == 16;  // vectors of 8 are shifted by a port that doesn't multiply
+    static inline acc dot(acc c, vi a, vi b) { return fma(odd(a), odd(b), fma(even(a), even(b), c)); }
 #endif
-    }
 };
 
 struct I8 {
+    static constexpr bool WIDENS = false;
     static constexpr bool IS_A_SIGNED = false;
     typedef u32 B;
     static inline vi load_b(const B* p) { return load_words(p); }
@@ -333,6 +337,7 @@ struct K8 : I8 {
 
 // Pairs of int16 by pairs of int8, which are widened as they are read: the values of int8 caches.
 struct I16 {
+    static constexpr bool WIDENS = false;
     typedef uint16_t B;
     static inline vi load_b(const B* p) { return widen_pairs((const int8_t*)p); }
     static constexpr int P = 2;
