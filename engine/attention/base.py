@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.models.base import Attend, KVShape, ModelSpec
+from engine.models.base import Attend, KVShape, LayerCache, ModelSpec
 from engine.plan import BlockCopy, CacheGroup
 from engine.states import StateOperator, StateStep
 
@@ -125,6 +125,10 @@ class AttentionBackend(Protocol):
         b of all of them is the content of block b."""
         ...
 
+    def layer_cache(self, layer: int, step: Any) -> LayerCache | None:
+        """See `engine.models.base.Attend.cache`."""
+        ...
+
     def zero(self, group: int, blocks: list[int]) -> None:
         """Zero these blocks in all layers of the group."""
         ...
@@ -197,6 +201,10 @@ class AttentionStep:
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, sinks: Tensor | None = None, /
     ) -> Tensor:
         return self.backend.attend(layer, q, k, v, scale, self.prepared, sinks)
+
+    def cache(self, layer: int) -> LayerCache | None:
+        """See `engine.models.base.Attend.cache`."""
+        return self.backend.layer_cache(layer, self.prepared)
 
     def of_wanted(self) -> tuple[NDArray[np.int32], Attend] | None:
         """See `engine.models.base.Attend.of_wanted`."""

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionBatch, CapturableAttention, CompiledAttention, KVLayout
+from engine.models.base import LayerCache
 from engine.plan import BlockCopy
 
 
@@ -61,6 +62,11 @@ class AttentionByShape:
         """See `AttentionBackend.block_tensors`."""
         part = self._parts[self._part_of_group[group]]
         return part.backend.block_tensors(part.groups.index(group))
+
+    def layer_cache(self, layer: int, step: tuple[Any, ...]) -> LayerCache | None:
+        """See `AttentionBackend.layer_cache`."""
+        part = self._part_of_layer[layer]
+        return self._parts[part].backend.layer_cache(layer, step[part])
 
     def zero(self, group: int, blocks: list[int]) -> None:
         """See `AttentionBackend.zero`."""

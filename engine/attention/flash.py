@@ -23,6 +23,7 @@ from engine.attention.base import AttentionBatch, KVLayout
 from engine.attention.storage import KVStorage
 from engine.errors import EngineError
 from engine.logs import get_logger
+from engine.models.base import LayerCache
 from engine.plan import BlockCopy
 
 logger = get_logger(__name__)
@@ -266,6 +267,10 @@ class FlashAttention:
 
     def block_tensors(self, group: int) -> list[Tensor]:
         return self.storage.block_tensors(group)
+
+    def layer_cache(self, layer: int, step: tuple[Pages, ...]) -> LayerCache:
+        """See `AttentionBackend.layer_cache`."""
+        return self.storage.layer_cache(layer, step[self.storage.group_of[layer]].slots)
 
     def zero(self, group: int, blocks: list[int]) -> None:
         self.storage.zero(group, blocks)

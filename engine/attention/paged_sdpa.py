@@ -138,6 +138,9 @@ class PagedSdpaAttention:
     def block_tensors(self, group: int) -> list[Tensor]:
         return self.storage.block_tensors(group)
 
+    def layer_cache(self, layer: int, step: object) -> None:
+        """`attend` stores keys and values itself."""
+
     def zero(self, group: int, blocks: list[int]) -> None:
         self.storage.zero(group, blocks)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.attention.base import KVLayout
 from engine.device_transfer import make_transfer
+from engine.models.base import LayerCache
 from engine.plan import BlockCopy
 from engine.zeros import zeros
 
@@ -65,6 +66,13 @@ class KVStorage:
             self.keys[layer].view(-1, width).index_copy_(0, slots, k.reshape(-1, width))
         if v is not None and not self.layout.latent_dim:
             self.values[layer].view(-1, width).index_copy_(0, slots, v.reshape(-1, width))
+
+    def layer_cache(self, layer: int, slots: Tensor) -> LayerCache:
+        """A layer's part, with a step's `slots` [T]; of a layout without `latent_dim`."""
+        key_scales, value_scales = (
+            stored[layer] if stored else None for stored in (self.key_scales, self.value_scales)
+        )
+        return LayerCache(self.keys[layer], self.values[layer], key_scales, value_scales, slots)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [T, kv_heads, head_dim] at `slots` int64 [T]."""

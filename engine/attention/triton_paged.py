@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.attention.base import WARM_UP_TOKENS, AttentionBatch, KVLayout
 from engine.attention.storage import KVStorage
 from engine.errors import EngineError
+from engine.models.base import LayerCache
 from engine.plan import BlockCopy
 from engine.triton_kernels.attention import attend_tiles, join_splits, store_tokens, store_tokens_scaled
 
@@ -271,6 +272,13 @@ class TritonPagedAttention:
 
     def block_tensors(self, group: int) -> list[Tensor]:
         return self.storage.block_tensors(group)
+
+    def layer_cache(self, layer: int, step: TritonStep) -> LayerCache | None:
+        """See `AttentionBackend.layer_cache`; latent vectors are stored by `attend` alone."""
+        storage = self.storage
+        if storage.layout.latent_dim:
+            return None
+        return storage.layer_cache(layer, step.slots[storage.group_of[layer]])
 
     def zero(self, group: int, blocks: list[int]) -> None:
         self.storage.zero(group, blocks)

@@ -15,6 +15,22 @@ from engine.expert_load import ExpertLoad
 from engine.states import StateOperator, StateShape
 
 
+class LayerCache(NamedTuple):
+    """A layer's part of the paged cache, contiguous rows of tokens, and a step's rows in it.
+
+    Attributes:
+        keys, values: [slots, kv_heads, head_dim] of any shape, in the model's dtype or float8_e4m3fn.
+        key_scales, value_scales: float32 [slots, kv_heads], likewise, of float8; else None.
+        slots: int32 or int64 [T]; -1: the token is stored nowhere.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    value_scales: Tensor | None
+    slots: Tensor
+
+
 class Attend(Protocol):
     """Attention of a step, as models call it."""
 
@@ -34,6 +50,11 @@ class Attend(Protocol):
         Returns:
             [T, heads, head_dim]; with `latent_dim` [T, heads, latent_dim].
         """
+        ...
+
+    def cache(self, layer: int) -> LayerCache | None:
+        """Return where the step's keys and values of a layer belong, for a caller that stores them itself and then
+        passes None; None: only a call stores them."""
         ...
 
     def of_wanted(self) -> tuple[NDArray[np.int32], Attend] | None:

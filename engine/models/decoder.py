@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,23 +21,14 @@ from engine.models.base import Attend, KVShape, ModelSpec
 from engine.models.experts import ExpertRows, Experts, ExpertSpec, JoinedExperts, Mlp, WholeMixture, weighted_sum
 from engine.models.latent import LatentAttention, LatentSpec
 from engine.models.layer_inputs import LayerInput, LayerInputs, LayerInputSpec, look_up
+from engine.models.layer_ops import Activation, HeadLayout, QkNorm, Residual, make_layer_ops
+from engine.models.layer_ops.torch_ops import TorchLayerOps, gated
 from engine.models.rope import RopeSpec, RotaryTable, Rotation
 from engine.models.state_layers.delta import DeltaNet, DeltaSpec
 from engine.models.state_layers.mamba import Mamba, MambaSpec
 from engine.models.state_layers.short_conv import ShortConv, ShortConvSpec
-from engine.quant.base import Linear
+from engine.quant.base import Linear, Rows, product
 from engine.quant.weight import QWeight
-
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "plain_silu", "plain_gelu_tanh", "plain_relu2"]
-"""Of the gate, which is multiplied with up; for "clamped_swiglu" see `clamped_swiglu`. The plain ones are of up itself,
-in MLPs without a gate; relu2 is the square of ReLU (So et al. 2021, Primer, section 4.1)."""
-
-SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
-"""The kernels compute with the same constants (csrc/linear.h)."""
-
-QkNorm = Literal["head", "heads", "projection", "unit"]
-"""Norms of q and k: of each head, with one weight for all heads of q and one for those of k, or
-with a weight for each head; or of all heads together; or of each head without a weight, in layers with positions."""
 
 StateLayer = DeltaNet | Mamba | ShortConv
 """A layer's part that has a state instead of attention."""
@@ -178,6 +169,14 @@ class DecoderSpec:
         """Rows of the fused projection that are q's, k's and v's."""
         kv = self.num_kv_heads * self.head_dim if self.reads is None else 0
         return self.num_heads * self.head_dim, kv, 0 if self.values_are_keys else kv
+
+    @property
+    def heads(self) -> HeadLayout:
+        """Of the fused projection."""
+        keys = self.qkv_sizes[1] // self.head_dim
+        return HeadLayout(
+            self.num_heads, keys, self.head_dim, self.qk_norm, self.late_qk_norm, self.values_are_keys, self.value_norm
+        )
 
     @property
     def attended_size(self) -> int:
@@ -394,6 +393,9 @@ class FusedDecoder:
         storing = [layer for layer, own in enumerate(self._specs) if own.reads is None]
         self._num_storing = storing[-1] + 1 if storing else 0
         self._transfer = make_transfer(device)
+        self._ops = make_layer_ops(spec.hidden_size, spec.norm_eps, device, layer_norm=spec.layer_norm)
+        self._torch_ops = TorchLayerOps(spec.norm_eps, layer_norm=spec.layer_norm)
+        self._heads = tuple(own.heads for own in self._specs)
         self._ropes = tuple(RotaryTable(rope, dtype, device, positions) for rope in spec.ropes)
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=dtype))
@@ -454,79 +456,65 @@ class FusedDecoder:
                 None if self._inputs is None else self._inputs.of(input_ids, hidden, spec.norm_eps),
             )
             first = spec.num_layers if states is not None else self._num_storing
-            self._through(range(first), hidden, step, states or {})
+            residual = Residual(self._ops, hidden, spec.residual_scale)
+            self._through(range(first), residual, step, states or {})
             needed = attend.of_wanted() if first < spec.num_layers else None
             if needed is None:
-                self._through(range(first, spec.num_layers), hidden, step, {})
+                self._through(range(first, spec.num_layers), residual, step, {})
             elif len(needed[0]):  # layers that store nothing compute no token that nothing is read of
                 (at,) = self._transfer.up(needed[0].astype(np.int64))
-                picked = hidden.index_select(0, at)
+                picked = Residual(self._ops, residual.joined().index_select(0, at), spec.residual_scale)
                 self._through(range(first, spec.num_layers), picked, step.take(at, needed[1]), {})
-                hidden.index_copy_(0, at, picked)
+                hidden.index_copy_(0, at, picked.joined())
             if states is not None and spec.num_layers in states:
-                states[spec.num_layers].copy_(hidden)
-            return self._normed(hidden, self._norm)
+                states[spec.num_layers].copy_(residual.joined())
+            return _tensor(residual.normed(self._norm))
 
-    def _through(self, layers: range, hidden: Tensor, step: _StepParts, states: Mapping[int, Tensor]) -> None:
-        """Take hidden states [T, hidden_size] through layers, in place; `states` as of `_forward`."""
+    def _through(self, layers: range, residual: Residual, step: _StepParts, states: Mapping[int, Tensor]) -> None:
+        """Take the residual stream through layers; `states` as of `_forward`."""
         spec = self._decoder
         for index in layers:
             layer = self._layers[index]
             if index in states:
-                states[index].copy_(hidden)
-            normed = self._normed(hidden, layer.input_norm)
+                states[index].copy_(residual.joined())
+            reader = None if spec.parallel or not isinstance(layer.attention, HeadAttention) else layer.attention.qkv
+            normed = residual.normed(layer.input_norm, reader)
             if layer.attention is not None and layer.output is not None:
                 rope = spec.layer_ropes[index]
                 rotation, growth = step.rotations[rope], step.growths[rope]
                 attended = self._attended(index, layer.attention, normed, rotation, growth, step.attend)
-                update = layer.output(attended.flatten(1))
-                hidden.add_(self._scaled(self._normed(update, layer.output_norm)))
+                residual.add(layer.output(attended.flatten(1)), layer.output_norm)
             if layer.mlp is not None:
                 if not spec.parallel:
-                    normed = self._normed(hidden, layer.mlp_norm)
+                    normed = residual.normed(layer.mlp_norm, layer.mlp.gate_up if isinstance(layer.mlp, Mlp) else None)
                 update = self._mlp(layer.mlp, normed)
                 if layer.joined is not None:
-                    update = self._with_experts(layer.joined, update, hidden)
-                hidden.add_(self._scaled(self._normed(update, layer.down_norm)))
+                    update = self._with_experts(layer.joined, update, residual.joined())
+                residual.add(update, layer.down_norm)
             if step.inputs is not None and layer.input is not None:
-                gate = layer.input.gate(hidden)
+                gate = layer.input.gate(residual.joined())
                 update = layer.input.projection(gated(spec.activation, gate, step.inputs[:, index]))
-                hidden += self._normed(update, layer.input.norm)
+                residual.add(update, layer.input.norm)
             if layer.scale != 1.0:
-                hidden *= layer.scale
+                residual.multiply(layer.scale)
 
     def _attended(
-        self, index: int, part: HeadAttention | LatentAttention | StateLayer, x: Tensor, rotation: Rotation,
-        growth: Tensor | None,
-        attend: Attend,
+        self, index: int, part: HeadAttention | LatentAttention | StateLayer, x: Rows, rotation: Rotation,
+        growth: Tensor | None, attend: Attend,
     ) -> Tensor:  # fmt: skip
         """[T, hidden_size], normed -> [T, heads, elements]; growth: of queries [T, 1, 1]."""
         spec = self._specs[index]
         if isinstance(part, StateLayer):
-            return part.attended(index, x, attend, spec.norm_eps)
+            return part.attended(index, _tensor(x), attend, spec.norm_eps)
         if isinstance(part, LatentAttention):
             assert spec.latent is not None
-            return part.attended(spec.latent, index, x, rotation, growth, spec.attention_scale, attend)
-        qkv = part.qkv(x).view(len(x), -1, spec.head_dim)
-        keys, values = (size // spec.head_dim for size in spec.qkv_sizes[1:])
-        rotated = spec.num_heads + keys
-        qk, v, gate = qkv.tensor_split((rotated, rotated + values), dim=1)
-        if spec.values_are_keys:
-            v = qk[:, spec.num_heads :]
-        if spec.value_norm:
-            v = self._norm32(v, spec.head_dim).to(v.dtype)
-        if part.qk_norm is not None and not spec.late_qk_norm:
-            qk = self._qk_normed(qk, part.qk_norm)
-        qk = rotation.apply(qk)
-        if part.qk_norm is not None and spec.late_qk_norm:
-            qk = self._qk_normed(qk, part.qk_norm)
-        q, k = qk.tensor_split((spec.num_heads,), dim=1)
-        q = q if growth is None else (q * growth).to(q.dtype)
-        if spec.reads is None:
-            attended = attend(index, q, k, v, spec.attention_scale, part.sinks)
-        else:
-            attended = attend(spec.reads, q, None, None, spec.attention_scale, part.sinks)
-        return attended * gate.sigmoid() if spec.gated_attention else attended
+            scale = spec.attention_scale
+            return part.attended(spec.latent, index, _tensor(x), rotation, growth, scale, attend)
+        made = product(part.qkv, x)
+        qkv, heads = made.view(len(made), -1, spec.head_dim), self._heads[index]
+        q, k, v = self._ops.rotate(heads, qkv, part.qk_norm, rotation, growth, attend, index)
+        attended = attend(index if spec.reads is None else spec.reads, q, k, v, spec.attention_scale, part.sinks)
+        return attended * qkv[:, -spec.num_heads :].sigmoid() if spec.gated_attention else attended
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         """Return the tokens' rows [T, hidden_size], before any scaling; a new tensor."""
@@ -542,10 +530,12 @@ class FusedDecoder:
                 logits.div_(cap).tanh_().mul_(cap)
             return logits
 
-    def _mlp(self, mlp: Mlp | Experts | WholeMlp, x: Tensor) -> Tensor:
+    def _mlp(self, mlp: Mlp | Experts | WholeMlp, rows: Rows) -> Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
         if isinstance(mlp, Mlp):
-            return mlp.down(inner_values(self._decoder.activation, mlp.gate_up(x)))
+            made = product(mlp.gate_up, rows)
+            return product(mlp.down, self._ops.activate(self._decoder.activation, made, mlp.down))
+        x = _tensor(rows)
         return self._mixture(mlp, x, x) if isinstance(mlp, Experts) else mlp(x)
 
     def _mixture(self, mlp: Experts, x: Tensor, routed: Tensor) -> Tensor:
@@ -561,7 +551,7 @@ class FusedDecoder:
         if spec.scales_inputs:
             inputs *= weights.flatten().index_select(0, rows.order)[:, None].to(x.dtype)
             weights = torch.ones_like(weights)
-        inner = inner_values(self._decoder.activation, mlp.gate_up(inputs, rows.ends))
+        inner = _tensor(self._ops.activate(self._decoder.activation, mlp.gate_up(inputs, rows.ends)))
         total = weighted_sum(rows.restore(mlp.down(inner, rows.ends), len(x), spec.top_k), weights)
         if mlp.shared is not None:
             shared = self._mlp(mlp.shared, x)
@@ -570,64 +560,14 @@ class FusedDecoder:
 
     def _with_experts(self, part: JoinedExperts, made: Tensor, hidden: Tensor) -> Tensor:
         """What the MLP made [T, hidden_size] of the residual, together with what the experts make of it."""
-        unit = self._norm32(hidden, hidden.shape[1])
+        ops, whole = self._torch_ops, part.experts
+        unit = ops.norm32(hidden, hidden.shape[1])
         x = (unit * part.input_norm).to(hidden.dtype)
-        whole = part.experts
         mixed = self._mixture(whole, x, unit) if isinstance(whole, Experts) else whole(x, unit)
-        return self._normed(made, part.mlp_norm) + self._normed(mixed, part.output_norm)
-
-    def _scaled(self, update: Tensor) -> Tensor:
-        """What joins the residual. (Torch's sum with a factor rounds otherwise at the end of a tensor.)"""
-        return update if self._decoder.residual_scale == 1.0 else update * self._decoder.residual_scale
-
-    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """In float32, rounded once to x's dtype; x itself where there is no norm."""
-        return x if weight is None else self._norm32(x, weight.shape[-1], weight).to(x.dtype)
-
-    def _qk_normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Norm q and k [T, heads + kv_heads, head_dim]; weight: float32 [heads + kv_heads, head_dim]."""
-        if self._decoder.qk_norm != "projection":
-            return self._norm32(x, x.shape[-1]).mul_(weight).to(x.dtype)
-        parts = (part.flatten(1) for part in x.tensor_split((self._decoder.num_heads,), dim=1))
-        whole = torch.cat([self._norm32(part, part.shape[1]) for part in parts], dim=1)
-        return whole.view(x.shape).mul_(weight).to(x.dtype)
-
-    def _norm32(self, x: Tensor, size: int, weight: Tensor | None = None) -> Tensor:
-        """Zhang & Sennrich 2019 (RMSNorm), equation 4, or Ba et al. 2016 (LayerNorm), of the last `size` elements, in
-        float32."""
-        if not self._decoder.layer_norm:
-            return F.rms_norm(x.float(), (size,), weight=weight, eps=self._decoder.norm_eps)
-        weight, bias = (weight, None) if weight is None or weight.dim() == 1 else weight
-        return F.layer_norm(x.float(), (size,), weight, bias, self._decoder.norm_eps)
+        return ops.normed(made, part.mlp_norm) + ops.normed(mixed, part.output_norm)
 
 
-def inner_values(activation: Activation, made: Tensor) -> Tensor:
-    """An MLP's values between its products, of gate and up side by side, or of up where there is no gate."""
-    match activation:
-        case "plain_silu":
-            return F.silu(made)
-        case "plain_gelu_tanh":
-            return F.gelu(made, approximate="tanh")
-        case "plain_relu2":
-            return F.relu(made).square_()
-        case _:
-            return gated(activation, *made.chunk(2, dim=-1))
-
-
-def gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
-    """The activation of `gate`, multiplied with `up`; a new tensor."""
-    match activation:
-        case "silu":
-            return F.silu(gate).mul_(up)
-        case "gelu_tanh":
-            return F.gelu(gate, approximate="tanh").mul_(up)
-        case "clamped_swiglu":
-            return clamped_swiglu(gate, up)
-        case _:
-            raise AssertionError(f"{activation} has no gate")
-
-
-def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gpt-oss's gate (OpenAI 2025, section 2.3): clamped, steeper than SiLU, and with a residual connection."""
-    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
-    return (gate * SWIGLU_ALPHA).sigmoid_().mul_(gate).mul_(up.add_(1))
+def _tensor(rows: Rows) -> Tensor:
+    """Rows that were not made for one product."""
+    assert isinstance(rows, Tensor)
+    return rows

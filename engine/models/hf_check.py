@@ -68,6 +68,9 @@ class DenseAttend:
             outputs.append(out.transpose(0, 1))
         return torch.cat(outputs)
 
+    def cache(self, layer: int) -> None:
+        """There is none."""
+
     def of_wanted(self) -> None:
         """All tokens are needed."""
 

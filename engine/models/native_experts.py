@@ -7,8 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from engine.models.decoder import Activation
 from engine.models.experts import Experts, ExpertSpec, LinearPerExpert
+from engine.models.layer_ops import Activation
 from engine.native.library import NativeLibrary
 from engine.native.linear import NativeLinear
 from engine.native.structs import KIND_OF, ElementKind, ExpertsStruct, Gate, LinearStruct, Scoring

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.decoder import Activation, DecoderSpec, Layer, gated, inner_values
+from engine.models.decoder import DecoderSpec, Layer
 from engine.models.experts import Experts, Mlp
 from engine.models.latent import BatchedProduct, HeadProduct, LatentAttention
+from engine.models.layer_ops import Activation
+from engine.models.layer_ops.torch_ops import gated, inner_values
 from engine.models.native_experts import NativeExperts
 from engine.native.library import NativeLibrary
 from engine.native.linear import NativeLinear

@@ -19,7 +19,7 @@ from engine.models.decoder_builder import TorchBuilder, Use
 from engine.models.experts import ExpertLinear, Experts, Mlp
 from engine.parallel.process_group import RankGroup
 from engine.parallel.sharding import Share
-from engine.quant.base import Linear
+from engine.quant.base import Fp8Input, Fp8Rows, Linear, fp8_input, product
 from engine.quant.weight import QWeight
 
 
@@ -35,6 +35,15 @@ class SummedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._group.sum(self._part(x))
+
+    @property
+    def fp8_input(self) -> Fp8Input | None:
+        """See `Fp8Linear`: as its part."""
+        return fp8_input(self._part)
+
+    def multiply(self, rows: Fp8Rows) -> Tensor:
+        """See `Fp8Linear`."""
+        return self._group.sum(product(self._part, rows))
 
 
 class GatheredLinear:

@@ -21,7 +21,7 @@ from engine.config import CacheConfig, EngineConfig
 from engine.errors import EngineError, OutOfMemory
 from engine.expert_load import ExpertLoad
 from engine.logs import get_logger
-from engine.models.base import Attend, ModelSpec
+from engine.models.base import Attend, LayerCache, ModelSpec
 from engine.parallel.decoder import RankDecoder
 from engine.parallel.expert_placement import read_expert_counts
 from engine.parallel.loading import load_share, resident_bytes
@@ -77,6 +77,10 @@ class LeaderAttention:
     def block_tensors(self, group: int) -> list[Tensor]:
         """See `AttentionBackend.block_tensors`; of the leader's shard."""
         return self.inner.block_tensors(group)
+
+    def layer_cache(self, layer: int, step: LeaderStep) -> LayerCache | None:
+        """See `AttentionBackend.layer_cache`; of the leader's heads."""
+        return self.inner.layer_cache(layer, step.prepared)
 
     def zero(self, group: int, blocks: list[int]) -> None:
         """See `AttentionBackend.zero`."""

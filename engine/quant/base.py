@@ -6,7 +6,7 @@ weights are laid out for the kernel once, when they are loaded (about 2x at 1 to
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,53 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in_features] -> a new contiguous [T, out_features], in x's dtype."""
         ...
+
+
+class Fp8Rows(NamedTuple):
+    """Rows whose fp8 codes were made by the operation before a product.
+
+    Attributes:
+        codes: float8_e4m3fn [T, k].  scales: float32 [T, 1]; the values are about codes * scales.
+        dtype: of the values, and of products with them.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+
+Rows = Tensor | Fp8Rows
+"""A product's input [T, k]."""
+
+
+class Fp8Input(NamedTuple):
+    """How a product quantizes its input: each row by `scale`, which was calibrated, or by the row's own (None)."""
+
+    scale: float | None
+
+
+class Fp8Linear(Linear, Protocol):
+    """A `Linear` that may take the codes of its input."""
+
+    @property
+    def fp8_input(self) -> Fp8Input | None:
+        """None: it takes none."""
+        ...
+
+    def multiply(self, rows: Fp8Rows) -> Tensor:
+        """As a call with the rows' values; only with an `fp8_input`."""
+        ...
+
+
+def fp8_input(linear: Linear | None) -> Fp8Input | None:
+    """How a product quantizes its input; None: it takes no codes."""
+    found: Fp8Input | None = getattr(linear, "fp8_input", None)
+    return found
+
+
+def product(linear: Linear, x: Rows) -> Tensor:
+    """Multiply rows, or their codes if `fp8_input` says that they are taken."""
+    return linear(x) if isinstance(x, Tensor) else cast("Fp8Linear", linear).multiply(x)
 
 
 class DenseLinear:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
+from engine.quant.base import Fp8Input, Fp8Rows
 from engine.quant.weight import QWeight
 
 FP8 = torch.float8_e4m3fn
@@ -136,25 +137,32 @@ def multiplies_groups(weight: QWeight) -> bool:
 
 
 class Fp8Product:
-    """x W^T + b with an fp8 weight [n, k]; bias [n] of any float dtype."""
+    """x W^T + b with an fp8 weight [n, k]; bias [n] of any float dtype.
+
+    Attributes:
+        input: how x is quantized.
+    """
 
     def __init__(self, weight: QWeight, bias: Tensor | None) -> None:
         assert weight.activations is not None
         self._weight = weight.codes.t()  # the product's second operand is column-major
         self._scale = weight.scale.float().reshape(1, -1).contiguous()
-        self._input_scale = weight.activations.scale
+        self.input = Fp8Input(weight.activations.scale)
         self._quantize = quantizer(weight.codes.device)
         self._bias = None if bias is None else bias.to(torch.bfloat16)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, k] -> [T, n], in x's dtype; sums are kept in float32, on Hopper in the fewer bits of its matrix units
         ("fast accumulation"), and rounded to bfloat16."""
-        rows, scales = self._quantize(x, self._input_scale)
+        return self.multiply(Fp8Rows(*self._quantize(x, self.input.scale), x.dtype))
+
+    def multiply(self, rows: Fp8Rows) -> Tensor:
+        """Likewise of rows that are quantized already."""
         y: Tensor = torch._scaled_mm(
-            rows, self._weight, scale_a=scales, scale_b=self._scale, bias=self._bias, out_dtype=torch.bfloat16,
-            use_fast_accum=True,
+            rows.codes, self._weight, scale_a=rows.scales, scale_b=self._scale, bias=self._bias,
+            out_dtype=torch.bfloat16, use_fast_accum=True,
         )  # fmt: skip
-        return y.to(x.dtype)
+        return y.to(rows.dtype)
 
 
 class BlockFp8Product:

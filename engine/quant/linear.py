@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.quant.base import Linear
-from engine.quant.fp8_linear import BlockFp8Kernel, Fp8Kernel, GroupedFp8Kernel, multiplies_fp8
+from engine.quant.base import Fp8Input, Fp8Rows, Linear
+from engine.quant.fp8_linear import BlockFp8Kernel, Fp8Kernel, Fp8Product, GroupedFp8Kernel, multiplies_fp8
 from engine.quant.humming import HummingKernel
 from engine.quant.int8_linear import Int8Linear, Int8WeightLinear, multiplies_int8, quantize_rows
 from engine.quant.small_weights import SmallWeightKernel
@@ -67,6 +67,16 @@ class QuantizedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._product(x)
+
+    @property
+    def fp8_input(self) -> Fp8Input | None:
+        """See `Fp8Linear`: where rows of the weight have one factor."""
+        return self._product.input if isinstance(self._product, Fp8Product) else None
+
+    def multiply(self, rows: Fp8Rows) -> Tensor:
+        """See `Fp8Linear`."""
+        assert isinstance(self._product, Fp8Product)
+        return self._product.multiply(rows)
 
     @property
     def num_bytes(self) -> int:

@@ -82,6 +82,9 @@ class AttendToNothing:
     ) -> Tensor:
         return q.new_zeros(*q.shape[:2], (q if v is None else v).shape[2])
 
+    def cache(self, layer: int) -> None:
+        """There is none."""
+
     def of_wanted(self) -> None:
         """All tokens are needed."""
 

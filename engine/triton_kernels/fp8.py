@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.quant.weight import QWeight
-from engine.triton_kernels.rounding import to_e4m3
+from engine.triton_kernels.rounding import row_codes, row_scale
 
 FP8 = torch.float8_e4m3fn
 
@@ -22,14 +22,6 @@ _MOST_COLUMNS = 8192
 
 _SETS = 16
 """Groups of a row that a program quantizes."""
-
-
-@triton.jit
-def _code(each, scale, BY_HAND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The codes of float32 values; zeros where the scale is 0 or NaN."""
-    code = each / tl.where(scale > 0, scale, 1.0)
-    code = tl.where(scale > 0, tl.minimum(tl.maximum(code, -448.0), 448.0), 0.0)
-    return to_e4m3(code, BY_HAND)
 
 
 @triton.jit
@@ -45,14 +37,11 @@ def _quantize_rows(  # type: ignore[no-untyped-def]
         size = tl.abs(tl.load(x + row * x_stride + column, mask=column < K, other=0).to(tl.float32))
         most = tl.maximum(most, tl.where(size < float("inf"), size, float("inf")))  # NaN is broken, too
     largest = tl.max(most, 0)
-    if FIXED:
-        scale = tl.where(largest < float("inf"), fixed, float("nan"))
-    else:
-        scale = tl.where(largest < float("inf"), largest / 448, float("nan"))
+    scale = row_scale(largest, fixed, FIXED)
     for first in range(0, K, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         each = tl.load(x + row * x_stride + column, mask=column < K, other=0).to(tl.float32)
-        tl.store(codes + row * K + column, _code(each, scale, BY_HAND), mask=column < K)
+        tl.store(codes + row * K + column, row_codes(each, scale, BY_HAND), mask=column < K)
     tl.store(scales + row, scale)
 
 
@@ -70,8 +59,8 @@ def _quantize_groups(  # type: ignore[no-untyped-def]
     each = tl.load(x + row * x_stride + column, mask=inside, other=0).to(tl.float32)
     size = tl.abs(each)
     largest = tl.max(tl.where(size < float("inf"), size, float("inf")), 1)
-    scale = tl.where(largest < float("inf"), largest / 448, float("nan"))
-    tl.store(codes + row * K + column, _code(each, scale[:, None], BY_HAND), mask=inside)
+    scale = row_scale(largest, 0.0, False)
+    tl.store(codes + row * K + column, row_codes(each, scale[:, None], BY_HAND), mask=inside)
     tl.store(scales + row * row_stride + group * group_stride, scale, mask=group < GROUPS)
 
 

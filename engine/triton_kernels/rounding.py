@@ -1,4 +1,4 @@
-"""Rounding to float8_e4m3fn by hand, for Triton's interpreter, which omits the carry (1.95 becomes 1)."""
+"""Rounding to float8_e4m3fn, also by hand, for Triton's interpreter, which omits the carry (1.95 becomes 1)."""
 
 from __future__ import annotations
 
@@ -17,3 +17,21 @@ def to_e4m3(x, BY_HAND: tl.constexpr):  # type: ignore[no-untyped-def]
         fixed = (x + 24576.0) - 24576.0
         x = tl.where(tl.abs(x) < 0.015625, fixed, carried)
     return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def row_scale(largest, fixed, FIXED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A row's factor, of its largest size: that over 448, or the fixed one; NaN where the row is not finite."""
+    if FIXED:
+        scale = tl.where(largest < float("inf"), fixed, float("nan"))
+    else:
+        scale = tl.where(largest < float("inf"), largest / 448, float("nan"))
+    return scale
+
+
+@triton.jit
+def row_codes(each, scale, BY_HAND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The codes of float32 values; zeros where the scale is 0 or NaN."""
+    code = each / tl.where(scale > 0, scale, 1.0)
+    code = tl.where(scale > 0, tl.minimum(tl.maximum(code, -448.0), 448.0), 0.0)
+    return to_e4m3(code, BY_HAND)

@@ -52,6 +52,9 @@ class DenseAttend:
         assert at == len(q)
         return out
 
+    def cache(self, layer: int) -> None:
+        """Calls store keys and values."""
+
     def of_wanted(self) -> None:
         """All tokens are needed."""
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from engine.checkpoints.config import end_tokens
 from engine.errors import UnsupportedModel
-from engine.models.decoder import Activation, DecoderSpec
+from engine.models.decoder import DecoderSpec
 from engine.models.latent import LatentSpec
+from engine.models.layer_ops import Activation
 from engine.models.rope import QueryGrowth, RopeSpec, context_length, no_rope, rope_spec
 
 _MAX_POSITIONS = 1 << 31

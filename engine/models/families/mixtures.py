@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModel
-from engine.models.decoder import SWIGLU_ALPHA, SWIGLU_LIMIT, DecoderSpec
+from engine.models.decoder import DecoderSpec
 from engine.models.experts import ExpertSpec
 from engine.models.families.dense import NORMS_BEHIND, cohere_like, granite, hunyuan
 from engine.models.families.description import decoder_spec, head_dim_of, layer_windows, query_growth, ropes_by_kind
 from engine.models.families.short_conv import with_convolutions
+from engine.models.layer_ops.torch_ops import SWIGLU_ALPHA, SWIGLU_LIMIT
 from engine.models.rope import rope_spec
 
 _MOST_EXPERTS = 4096

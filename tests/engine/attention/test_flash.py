@@ -18,7 +18,7 @@ from engine.attention import choice as choosing
 from engine.attention.flash import LIBRARIES, FlashAttention, find_flash2, find_flash3, find_torch_varlen
 from engine.errors import EngineError
 from engine.plan import CacheGroup
-from tests.engine.attention.test_paged_attention import Sequences
+from tests.engine.attention.test_paged_attention import Sequences, store
 
 CUDA = torch.device("cuda")
 LAYOUT = KVLayout((CacheGroup((0,), None, 4),), 256, 2, 64, 4)
@@ -133,7 +133,11 @@ def test_adapters_agree_with_the_oracle(which: str, window: int | None) -> None:
         mine, theirs = fast.prepare(batch), oracle.prepare(batch)
         for layer in range(2):
             q, k, v = torch.randn(sum(counts), 10, 16).split([6, 2, 2], dim=1)
-            got = fast.attend(layer, q, k, v, 0.3, mine)
+            if layer == 0:
+                got = fast.attend(layer, q, k, v, 0.3, mine)
+            else:
+                store(fast.layer_cache(layer, mine), k, v)
+                got = fast.attend(layer, q, None, None, 0.3, mine)
             torch.testing.assert_close(got, oracle.attend(layer, q, k, v, 0.3, theirs), atol=2e-5, rtol=2e-5)
 
 

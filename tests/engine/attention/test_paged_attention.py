@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from engine.attention import AttentionBackend, AttentionBatch, KVLayout, make_backend
 from engine.attention.base import CapturableAttention
 from engine.attention.storage import KVStorage
 from engine.errors import EngineError
-from engine.models.base import KVShape
+from engine.models.base import KVShape, LayerCache
 from engine.native.structs import ElementKind
 from engine.plan import BlockCopy, CacheGroup
 from tests.native_paths import PATHS, native_path
@@ -52,6 +53,13 @@ class Sequences:
         self.lengths[rows] += sizes
         num_decodes = sum(size == 1 for size in sizes)
         return AttentionBatch(starts, np.array(sizes, dtype=np.int32), num_decodes, tuple(tables), tuple(slots))
+
+
+def store(cache: LayerCache | None, k: Tensor, v: Tensor) -> None:
+    """Write keys and values [T, kv_heads, head_dim] where a step's are to be, as a model may itself."""
+    assert cache is not None
+    for stored, made in ((cache.keys, k), (cache.values, v)):
+        stored.view(-1, *made.shape[1:])[cache.slots.long()] = made
 
 
 def backend_of(name: str, layout: KVLayout, dtype: torch.dtype, kv_kind: ElementKind | None = None) -> AttentionBackend:

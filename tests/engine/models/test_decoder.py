@@ -127,9 +127,9 @@ def test_layers_that_store_no_keys_compute_only_tokens_that_are_read(tiny_model,
     # Given a model whose last three layers read the keys of others, and prompts in chunks
     rows, through = Counter(), FusedDecoder._through
 
-    def watched(self, layers, hidden, step, states):
-        rows.update(dict.fromkeys(layers, len(hidden)))
-        through(self, layers, hidden, step, states)
+    def watched(self, layers, residual, step, states):
+        rows.update(dict.fromkeys(layers, len(residual.joined())))
+        through(self, layers, residual, step, states)
 
     monkeypatch.setattr(FusedDecoder, "_through", watched)
     schedule = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=16)

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.decoder import clamped_swiglu
 from engine.models.experts import Experts, ExpertSpec, LinearPerExpert, Mlp
+from engine.models.layer_ops.torch_ops import clamped_swiglu
 from engine.models.native import NativeBuilder
 from engine.models.native_experts import NativeExperts
 from engine.models.native_parts import ExpertRoom, NativeMixture

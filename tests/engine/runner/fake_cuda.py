@@ -29,6 +29,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
+from engine.models.layer_ops.torch_ops import TorchLayerOps
+
 DEVICE = torch.device("cuda", 0)
 
 _GUARD = """
@@ -80,12 +82,14 @@ class FakeCuda(TorchDispatchMode):
 
     Attributes:
         waits: names of operations for which the host had to wait.
+        launches: names of operations and of Triton's kernels that the device computed; views and new memory are none.
         recording: a graph is being recorded: the host may not wait, and nothing may come from it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
+        self.launches: list[str] = []
         self.recording = False
         self._pending_copies: list[tuple[Tensor, Tensor]] = []
 
@@ -117,6 +121,8 @@ class FakeCuda(TorchDispatchMode):
         else:
             waits = name in _SYNCHRONIZING and bool(on_device)
             self._record(name, waits=waits or self._waits_for_index(name, args, tensors, on_device))
+        if (on_device or arrives) and not _is_view(func) and not name.startswith(("empty", "new_empty")):
+            self.launches.append(name)
         out = func(*tree_map(host_tensor, args), **tree_map(host_tensor, kwargs))
         if name == "copy_":
             return args[0]
@@ -147,6 +153,11 @@ class FakeCuda(TorchDispatchMode):
         self._pending_copies.append((into, source.host_values.clone()))
         into.view(torch.uint8).fill_(0xA5)
         return into
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operation only describes the memory of its argument otherwise."""
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
 
 
 def compiler() -> str | None:
@@ -203,13 +214,16 @@ class _Recorder:
 class _InterpretedKernel:
     """A Triton kernel in its interpreter, on the host's tensors."""
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, name: str, kernel: Any, device: FakeCuda) -> None:
+        self._name = name
         self._kernel = kernel
+        self._device = device
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         def launch(*args: Any, **kwargs: Any) -> Any:
             on_host = [each for each in args if isinstance(each, Tensor) and not isinstance(each, DeviceTensor)]
             assert not on_host, "a kernel got a tensor of the host"
+            self._device.launches.append(self._name)
             with _disable_current_modes():  # the interpreter's own operations are not checked
                 return self._kernel[grid](*map(host_tensor, args), **kwargs)
 
@@ -221,6 +235,7 @@ _KERNELS = (
     ("engine.triton_kernels.small_weights", ("_small_weight_product", "_join_sums", "_dequantize")),
     ("engine.triton_kernels.int8", ("_quantize_rows", "_scale_sums")),
     ("engine.triton_kernels.fp8", ("_quantize_rows", "_quantize_groups", "_grouped_product")),
+    ("engine.triton_kernels.layers", ("_add_norm", "_rotate_and_store", "_activate")),
 )
 
 
@@ -228,12 +243,20 @@ def _no_op(*arguments: Any) -> None:
     """Streams and modes have no effect on the fake device."""
 
 
+def _torch_layer_ops(hidden_size: int, epsilon: float, device: torch.device, *, layer_norm: bool) -> TorchLayerOps:
+    return TorchLayerOps(epsilon, layer_norm=layer_norm)
+
+
 @contextmanager
-def fake_cuda(capability: tuple[int, int] = (9, 0), *, triton: bool = True) -> Iterator[FakeCuda]:
+def fake_cuda(
+    capability: tuple[int, int] = (9, 0), *, triton: bool = True, fused_layers: bool = False
+) -> Iterator[FakeCuda]:
     """Within this context the process has one fake device; use it from this thread only.
 
     Args:
         triton: its kernels run on the device, in Triton's interpreter.
+        fused_layers: so do those of decoder layers; the interpreter takes seconds for a hundred tokens. Else layers are
+            computed by torch's operators.
     """
     _guard_devices()
     device, total = FakeCuda(), 80 << 30
@@ -257,10 +280,13 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), *, triton: bool = True) -> I
         patches.enter_context(mock.patch.object(Tensor, "record_stream", _no_op))
         patches.enter_context(mock.patch.object(Tensor, "pin_memory", lambda tensor, device=None: tensor.clone()))
         patches.enter_context(mock.patch("engine.runner.graphs.make_recorder", return_value=_Recorder(device)))
+        if not fused_layers:
+            patches.enter_context(mock.patch("engine.models.decoder.make_layer_ops", _torch_layer_ops))
         if triton:
             for module, names in _KERNELS:
                 loaded = __import__(module, fromlist=["_"])
                 for name in names:
-                    patches.enter_context(mock.patch.object(loaded, name, _InterpretedKernel(getattr(loaded, name))))
+                    kernel = _InterpretedKernel(name, getattr(loaded, name), device)
+                    patches.enter_context(mock.patch.object(loaded, name, kernel))
         patches.enter_context(device)
         yield device

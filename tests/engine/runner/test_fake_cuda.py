@@ -81,7 +81,7 @@ def test_graphs_and_steps_ahead_give_the_same_answers_and_wait_for_nothing(tiny_
     """By Triton's kernels: decoding and mixed steps, stops of all kinds, several choices, seeds and filters."""
     path, work = tiny_model("llama"), list(islice(plain_work(), 8))
     want = answers(load(path, "cpu"), work)
-    with fake_cuda() as device:
+    with fake_cuda(fused_layers=True) as device:
         engine = load(path, "cuda")
         assert engine.attention_name == "triton"
         device.waits.clear()
@@ -197,8 +197,8 @@ def test_attention_is_compiled_before_the_first_step(tiny_model: TinyModel, monk
 
             return launch
 
-    with fake_cuda():
-        monkeypatch.setattr(triton_paged, "attend_tiles", Recorded(triton_paged.attend_tiles))
+    with fake_cuda(), monkeypatch.context() as patch:  # undone before the fake device is
+        patch.setattr(triton_paged, "attend_tiles", Recorded(triton_paged.attend_tiles))
         engine = load(tiny_model("gemma3"), "cuda", attention="triton", cuda_graphs=False)
         at_start = set(launched)
         launched.clear()
@@ -213,7 +213,7 @@ def test_attention_is_compiled_before_the_first_step(tiny_model: TinyModel, monk
 @pytest.mark.exhaustive
 def test_the_cache_is_stored_in_fp8(tiny_model: TinyModel) -> None:
     path, work = tiny_model("llama"), list(islice(plain_work(), 2))
-    with fake_cuda() as device:
+    with fake_cuda(fused_layers=True) as device:
         engine = load(path, "cuda", kv_dtype="fp8")
         device.waits.clear()
         assert [error for *_, error, _ in answers(engine, work)] == [None, None]

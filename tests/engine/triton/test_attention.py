@@ -25,7 +25,7 @@ from engine.attention import choice, triton_paged
 from engine.attention.base import WARM_UP_TOKENS
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton_paged import TritonPagedAttention
-from tests.engine.attention.test_paged_attention import Sequences
+from tests.engine.attention.test_paged_attention import Sequences, store
 
 FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -93,7 +93,12 @@ def compare(
             fused = torch.randn(sum(counts), num_heads + 2 * kv_heads, head_dim, generator=made).to(dtype)
             q, k, v = fused.to(device).split([num_heads, kv_heads, kv_heads], dim=1)
             sinks = 4 * torch.randn(num_heads, generator=made) if has_sinks else None
-            got = fast.attend(layer, q, k, v, 0.3, mine, None if sinks is None else sinks.to(device))
+            of_sinks = None if sinks is None else sinks.to(device)
+            if layer == 0 or cache is not None or latent_dim:
+                got = fast.attend(layer, q, k, v, 0.3, mine, of_sinks)
+            else:
+                store(fast.layer_cache(layer, mine), k, v)
+                got = fast.attend(layer, q, None, None, 0.3, mine, of_sinks)
             q, k, v = fused.float().split([num_heads, kv_heads, kv_heads], dim=1)
             if cache is not None:
                 k, v = (scaled(part)[2] for part in (k, v))
