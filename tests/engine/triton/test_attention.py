@@ -15,6 +15,7 @@ from engine.attention import AttentionBatch, KVLayout, make_backend
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from engine.engine import Engine
 from engine.errors import EngineError
+from engine.models.base import KVShape
 from engine.plan import CacheGroup
 from engine.request import Request, SamplingParams, as_token_ids
 from engine.runner.buckets import GraphShape, padded
@@ -22,7 +23,8 @@ from engine.runner.buckets import GraphShape, padded
 pytest.importorskip("triton", reason="NOT TESTED HERE: Triton's kernels; triton is not installed")
 
 from engine.attention import choice, triton_paged
-from engine.attention.base import WARM_UP_TOKENS
+from engine.attention.base import WARM_UP_TOKENS, CompiledAttention
+from engine.attention.by_shape import attention_by_shape
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton_paged import TritonPagedAttention
 from tests.engine.attention.test_paged_attention import Sequences, store
@@ -405,6 +407,22 @@ def test_the_step_that_compiles_reads_and_writes_nothing(
         assert got.isnan().all()
         assert backend.storage.keys[layer].isnan().all()
         assert backend.storage.values[layer].isnan().all()
+
+
+def test_heads_of_each_shape_are_compiled(device: torch.device, upcast: bool) -> None:
+    groups = CacheGroup((0,), None, 3), CacheGroup((1,), 5, 3)
+    shapes = KVShape(2, 16), KVShape(1, 32)
+    layout = KVLayout(groups, 4, *shapes[0], 4, shapes=shapes)
+    own = attention_by_shape(
+        layout, lambda part: TritonPagedAttention(part, torch.float32, device, upcast=upcast, processors=4)
+    )
+    assert isinstance(own, CompiledAttention)
+    step = own.warm_up_step()
+    for layer, (kv_heads, head_dim) in enumerate(shapes):
+        q, k = (torch.ones(WARM_UP_TOKENS, heads, head_dim, device=device) for heads in (4, kv_heads))
+        assert own.attend(layer, q, k, k, 0.3, step).shape == q.shape
+    oracle = attention_by_shape(layout, lambda part: ReferenceAttention(part, torch.float32, device))
+    assert not isinstance(oracle, CompiledAttention), "torch's operators need no compiling"
 
 
 def test_latent_attention_that_fits_no_device_is_refused_and_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
