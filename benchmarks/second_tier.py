@@ -3,9 +3,9 @@
 
     python benchmarks/second_tier.py --model MODEL [--tokens 4096] [--pairs 5] [--set …] [--json FILE]
 
-A first process answers two requests that begin alike, which fills the folder; `filling` is its time beside the same
-without a folder. Then come pairs of processes that answer one request each, with two more tokens. Each process answers
-a short request of another prompt first. `cold`: the folder's files were dropped from the system's page cache before.
+A first process answers two requests that begin alike, which fills the folder (`filling`). Then come pairs of processes
+that answer one request each, with two more tokens. Each process answers a short request of another prompt first.
+`cold`: the folder's files were dropped from the system's page cache before.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def main() -> None:
         return
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
-        filling = {"with": measure(args, folder, 2), "without": measure(args, None, 2)}
+        filling = measure(args, folder, 2)
         for i in range(args.pairs):
             kinds: dict[str, dict[str, Any]] = {"without": measure(args, None), "with": measure(args, folder)}
             drop_pages(folder)

@@ -6,6 +6,7 @@ tier that can't be written to switches itself off.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -64,8 +65,9 @@ class BlockTier(Protocol):
         """Return the block's bytes, uint8 [bytes]; None: it is not there, or not what its name says."""
         ...
 
-    def store(self, key: BlockKey, data: Bytes) -> None:
-        """Store a block, uint8 [bytes], which the caller must not modify afterwards."""
+    def store(self, key: BlockKey, num_bytes: int, content: Callable[[], Bytes]) -> None:
+        """Store a block. `content` returns its bytes, uint8 [num_bytes]; it may wait for them, and is called on any
+        thread."""
         ...
 
     def discard(self, key: BlockKey) -> None:

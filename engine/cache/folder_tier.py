@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import blake2b
@@ -99,12 +99,12 @@ class FolderTier:
         self._bytes_read += len(data)
         return data
 
-    def store(self, key: BlockKey, data: Bytes) -> None:
+    def store(self, key: BlockKey, num_bytes: int, content: Callable[[], Bytes]) -> None:
         """See `BlockTier`."""
         if self._is_on:
             with self._lock:
-                self._pending += len(data)
-            self._writer.submit(self._write, key, data)
+                self._pending += num_bytes
+            self._writer.submit(self._write, key, num_bytes, content)
 
     def discard(self, key: BlockKey) -> None:
         """See `BlockTier`. It may be about to be written, so the writer removes it, too."""
@@ -131,15 +131,16 @@ class FolderTier:
         digest.update(data.data)
         return digest.digest()
 
-    def _write(self, key: BlockKey, data: Bytes) -> None:
+    def _write(self, key: BlockKey, num_bytes: int, content: Callable[[], Bytes]) -> None:
         try:
             if self._is_on:
+                data = content()
                 self._write_file(self._path(key), self._digest(key, data), data)
         except Exception as error:  # noqa: BLE001 - of the writer's thread: it is logged, and nothing is stored any more
             self._switch_off(error)
         finally:
             with self._lock:
-                self._pending -= len(data)
+                self._pending -= num_bytes
 
     def _write_file(self, path: Path, digest: bytes, data: Bytes) -> None:
         if path.exists():  # another process was faster

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
-from engine.cache.block_tier import BlockKey, BlockTier
+from engine.cache.block_tier import BlockKey, BlockTier, Bytes
 from engine.cache.folder_tier import FolderTier
 from engine.config import EngineConfig
+from engine.device_transfer import Download
 from engine.errors import EngineError
 from engine.runner.block_transfer import BlockTransfer
 from engine.scheduler.scheduler import Scheduler
@@ -43,8 +45,8 @@ class SecondTier:
                 groups[key.group].append((block, key))
             for group, stores in groups.items():
                 content = self.blocks.read(group, [block for block, _ in stores])
-                for (_, key), data in zip(stores, content, strict=True):
-                    self.tier.store(key, data)
+                for at, (_, key) in enumerate(stores):
+                    self.tier.store(key, self.blocks.block_bytes[group], partial(_line, content, at))
             if scheduler.has_work or not groups:
                 return
 
@@ -79,6 +81,11 @@ def open_second_tier(config: EngineConfig, computed: tuple[object, ...], blocks:
     settings = (config.own_models, config.quantize, config.kv_dtype, cache.block_size)
     identity = repr((versions, settings, computed, blocks.layout))
     return SecondTier(FolderTier(Path(cache.tier_folder), identity, cache.tier_bytes), blocks)
+
+
+def _line(content: Download, at: int) -> Bytes:
+    line: Bytes = content.numpy()[at]
+    return line
 
 
 def _version(package: str) -> str | None:

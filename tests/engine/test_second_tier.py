@@ -64,14 +64,18 @@ def files(folder: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("llama", {}),
-        ("llama", {"attention": "paged-sdpa"}),
         ("llama", {"dtype": "bfloat16", "kv_dtype": "int8"}),
-        ("llama", {"async_scheduling": True}),
         ("gemma3", {}),
-        ("gemma4", {}),
-        ("deepseek-v3", {}),
         ("qwen3-next", {}),
+        *(
+            pytest.param(family, changes, marks=pytest.mark.exhaustive)
+            for family, changes in (
+                ("llama", {"attention": "paged-sdpa"}),
+                ("llama", {"async_scheduling": True}),
+                ("gemma4", {}),
+                ("deepseek-v3", {}),
+            )
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())) or "default",
 )
@@ -94,7 +98,7 @@ def test_a_later_engine_computes_none_of_the_prefix_and_answers_alike(
     assert stats.free_blocks == stats.total_blocks
 
 
-@pytest.mark.parametrize("bad", range(4))
+@pytest.mark.parametrize("bad", [0, 2])
 def test_a_damaged_block_is_computed_and_stored_again(bad: int, tiny_model: TinyModel, tmp_path: Path) -> None:
     path = tiny_model("llama")
     expected = filled(path, tmp_path)
@@ -121,10 +125,10 @@ def test_a_damaged_block_is_computed_and_stored_again(bad: int, tiny_model: Tiny
     "other",
     [
         {"digest": "sha256:01"},
-        {"block_size": 8},
-        {"dtype": "bfloat16"},
         {"attention": "paged-sdpa"},
         {"max_model_len": 120},
+        pytest.param({"block_size": 8}, marks=pytest.mark.exhaustive),
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.exhaustive),
     ],
     ids=lambda other: next(iter(other)),
 )

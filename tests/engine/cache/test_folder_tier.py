@@ -36,10 +36,14 @@ def open_tier(folder: Path, identity: str = "model", max_bytes: int = 1 << 20) -
     return FolderTier(folder, identity, max_bytes)
 
 
+def store(tier: FolderTier, name: BlockKey, data: np.ndarray) -> None:
+    tier.store(name, len(data), lambda: data)
+
+
 def stored(folder: Path, *keys: BlockKey, identity: str = "model", max_bytes: int = 1 << 20) -> None:
     tier = open_tier(folder, identity, max_bytes)
     for number, one in enumerate(keys):
-        tier.store(one, block(number))
+        store(tier, one, block(number))
     tier.close()
     assert tier.stats().is_on
 
@@ -82,7 +86,7 @@ def test_a_damaged_block_is_removed_and_counted(tmp_path: Path, damage: Callable
     assert tier.load(key()) is None
     assert (tier.stats().rejected, tier.stats().hits, tier.stats().is_on) == (1, 0, True)
     assert not files(tmp_path)
-    tier.store(key(), block(0))
+    store(tier, key(), block(0))
     tier.close()
     assert open_tier(tmp_path).load(key()) is not None
 
@@ -123,7 +127,7 @@ def test_the_blocks_that_were_not_used_for_longest_are_removed(tmp_path: Path) -
     tier = open_tier(tmp_path, max_bytes=most)
     assert tier.load(numbered(0)) is not None  # used last
     for number in range(15, 20):
-        tier.store(numbered(number), block(number))
+        store(tier, numbered(number), block(number))
     tier.close()
     assert [number for number in range(20) if not tier.contains(numbered(number))] == [1, 2, 3, 4]
     assert not open_tier(tmp_path, "another model").contains(numbered(100))
@@ -136,9 +140,9 @@ def test_two_processes_share_a_folder_and_its_size(tmp_path: Path) -> None:
     most = 32 * (SIZE + 32)
     one, other = open_tier(tmp_path, max_bytes=most), open_tier(tmp_path, max_bytes=most)
     for number in range(40):
-        one.store(numbered(number), block(number))
-        other.store(numbered(100 + number), block(number))
-        other.store(numbered(number), block(number))  # stored once
+        store(one, numbered(number), block(number))
+        store(other, numbered(100 + number), block(number))
+        store(other, numbered(number), block(number))  # stored once
     one.close()
     other.close()
     size = sum(path.stat().st_size for path in files(tmp_path))
@@ -164,7 +168,7 @@ def test_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None
 def test_a_discarded_block_is_gone_even_if_it_is_being_written(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     for number in range(20):
-        tier.store(numbered(number), block())
+        store(tier, numbered(number), block())
         tier.discard(numbered(number))
     tier.close()
     assert not files(tmp_path)
@@ -190,7 +194,7 @@ def test_a_folder_that_can_not_be_written_switches_the_tier_off_once(
     monkeypatch.setattr(os, "open", fail)
     with capture_logs() as logs:
         for number in range(3):
-            tier.store(numbered(number), block())
+            store(tier, numbered(number), block())
         tier.close()
     (warning,) = logs
     assert warning["event"] == "the second tier of the prefix cache is off: its folder can't be used"
@@ -206,7 +210,7 @@ def test_a_folder_that_can_not_be_made_switches_the_tier_off(tmp_path: Path) -> 
     (tmp_path / "file").write_text("a file")
     with capture_logs() as logs:
         tier = open_tier(tmp_path / "file")
-        tier.store(key(), block())
+        store(tier, key(), block())
         tier.close()
     assert len(logs) == 1
     assert tier.stats() == TierStats(is_on=False)
@@ -215,7 +219,7 @@ def test_a_folder_that_can_not_be_made_switches_the_tier_off(tmp_path: Path) -> 
 def test_a_block_larger_than_the_folder_switches_the_tier_off(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, max_bytes=SIZE)
     with capture_logs() as logs:
-        tier.store(key(), block())
+        store(tier, key(), block())
         tier.close()
     assert "larger than the tier" in logs[0]["error"]
     assert not tier.stats().is_on

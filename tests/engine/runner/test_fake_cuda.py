@@ -111,6 +111,45 @@ def test_all_request_options_give_the_same_answers(family: str, speculation: Any
         check_idle(engine)
 
 
+@pytest.mark.exhaustive
+def test_a_folder_of_blocks_is_written_and_read_and_nothing_waits_for_that(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    path, prefix = tiny_model("llama"), prompt(1, 48)
+
+    def answer(ends: tuple[int, ...], folder: Path | None) -> tuple[Engine, list[list[int]], list[list[str]]]:
+        """The answers behind the prefix and each of these tokens, and what each waited for."""
+        engine = Engine.load(
+            path,
+            EngineConfig(
+                dtype="float32", device="cuda", attention="paged-sdpa", max_model_len=96, threads=1,
+                cache=CacheConfig(16, num_blocks=60, tier_folder=None if folder is None else str(folder)),
+                schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=64),
+            ),
+            model_digest=lambda: "sha256:00",
+        )  # fmt: skip
+        found, waits = [], []
+        for end in ends:
+            device.waits.clear()
+            params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.0)
+            (done,) = engine.run([Request(str(end), np.append(prefix, [end, end]).astype(np.int32), params)])
+            found.append(done.choices[0].token_ids.tolist())
+            waits.append(list(device.waits))
+        engine.close()
+        return engine, found, waits
+
+    with fake_cuda() as device:
+        _, expected, own_waits = answer((5, 6), None)
+        _, stored, waits = answer((5, 6), tmp_path)
+        assert (stored, waits) == (expected, own_waits)
+        engine, loaded, waits = answer((6,), tmp_path)
+        assert (loaded, waits) == (expected[1:], own_waits[1:])
+        stats = engine.stats()
+        assert stats.prompt == 2
+        assert stats.tier is not None
+        assert (stats.tier.hits, stats.tier.rejected) == (3, 0)
+
+
 def test_a_prompt_is_pooled(tiny_model: TinyModel) -> None:
     path = tiny_model("llama")
     requests = [

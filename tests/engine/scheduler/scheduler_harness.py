@@ -10,6 +10,7 @@ a real kernel, a NaN anywhere in a block that is read makes the reader's logits 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -216,7 +217,8 @@ class Harness:
             for block, key in stores:
                 content = self._content(key.group, block)
                 assert NAN not in content, "a block that led to non-finite values is stored"
-                self.tier.store(key, content.view(np.uint8).copy())
+                data = content.view(np.uint8).copy()
+                self.tier.store(key, len(data), lambda data=data: data)
             if self.scheduler.has_work:
                 break
 
@@ -430,8 +432,8 @@ class DictTier:
             del self.blocks[key]
         return self.blocks.get(key)
 
-    def store(self, key: BlockKey, data: NDArray[np.uint8]) -> None:
-        self.blocks[key] = data
+    def store(self, key: BlockKey, num_bytes: int, content: Callable[[], NDArray[np.uint8]]) -> None:
+        self.blocks[key] = content()
 
     def discard(self, key: BlockKey) -> None:
         self.blocks.pop(key, None)

@@ -155,7 +155,7 @@ class Tables:
             for block in range(len(tokens) // BLOCK):
                 names = np.array(tokens[BLOCK * block :][:BLOCK], dtype=np.int32).tobytes()
                 key = BlockKey(0, chain.of_block(block, names), names)
-                self.tier.store(key, np.zeros(BLOCK * 8, dtype=np.uint8))
+                self.tier.blocks[key] = np.zeros(BLOCK * 8, dtype=np.uint8)
 
     def chain(self, salt: bytes) -> HashChain:
         return HashChain(salt, None, chain_digest)
