@@ -24,7 +24,7 @@ KINDS = (
     ("products", ("gemm", "matmul", "cutlass", "nvjet", "addmm", "scaled_mm", "linear", "::mm", "xmma", "sm90")),
     ("copies", ("memcpy", "memset", "copy_", "fill_")),
     ("norms", ("norm",)),
-    ("sampling", ("argmax", "topk", "sort", "softmax", "scan", "max")),
+    ("sampling", ("draw_rows", "argmax", "topk", "sort", "softmax", "scan", "max")),
 )
 """Of kernels, by what their names hold; the first that fits counts. The rest is elementwise."""
 

@@ -1,4 +1,4 @@
-"""Compiles, when an engine starts, the attention kernels that its eager steps launch.
+"""Compiles, when an engine starts, the kernels of attention and of draws that its eager steps launch.
 
 A kernel is compiled when it is first launched, in seconds; without this, in the middle of a job. The model itself
 launches them, for tokens that are stored nowhere, so they are compiled for its own tensors.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from engine.attention.base import WARM_UP_TOKENS, AttentionBackend, CompiledAtte
 from engine.logs import get_logger
 from engine.models.base import CausalModel, RoutedModel
 from engine.runner.device_memory import AttendToNothing
+from engine.sampling.sampler import Sampler
 
 logger = get_logger(__name__)
 
@@ -33,15 +35,23 @@ class _AttendInEveryShape(AttendToNothing):
 
 
 def compile_launches(model: CausalModel, attention: AttentionBackend, device: torch.device) -> None:
-    """Launch every kernel that an eager step of this model may launch to attend; on other devices than CUDA's, and with
-    libraries' attention, do nothing."""
-    if device.type != "cuda" or not isinstance(attention, CompiledAttention):
+    """Launch every kernel that an eager step of this model may launch to attend, unless a library does, and to draw; on
+    other devices than CUDA's do nothing."""
+    if device.type != "cuda":
         return
     begun = time.perf_counter()
     with torch.inference_mode():
-        zero = torch.zeros(WARM_UP_TOKENS, dtype=torch.int64, device=device)
-        lengths = zero if model.spec.rope_original_max is not None else None
-        model.forward(zero, zero, _AttendInEveryShape(model, attention), lengths)
+        if model.spec.generates:
+            row, vocab = np.zeros(1, dtype=np.int32), model.spec.vocab_size
+            Sampler(1, vocab, (), device).draw(torch.zeros(1, vocab, device=device), row, row, row)
+        if isinstance(attention, CompiledAttention):
+            _attend(model, attention, device)
+    logger.info("kernels are compiled", seconds=round(time.perf_counter() - begun, 2))
+
+
+def _attend(model: CausalModel, attention: CompiledAttention, device: torch.device) -> None:
+    zero = torch.zeros(WARM_UP_TOKENS, dtype=torch.int64, device=device)
+    lengths = zero if model.spec.rope_original_max is not None else None
+    model.forward(zero, zero, _AttendInEveryShape(model, attention), lengths)
     if isinstance(model, RoutedModel):
         model.reset_expert_load()
-    logger.info("attention is compiled", seconds=round(time.perf_counter() - begun, 2))

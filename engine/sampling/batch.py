@@ -3,14 +3,16 @@
 - No filter but min_p: one pass over the line, no order needed.
 - top_k: only a list of the largest logits is searched.
 - top_p: one pass for the total, then a list; where the list is too short or ends in a tie, the line is sorted.
-- top_k and top_p on a device where reading a list's outcome would stall the host: radix selection (`select`).
 
-The device and the parameters alone decide the method; all methods give the same token for the same parameters.
+The parameters alone decide the method; all methods give the same token for the same parameters. The host reads a list's
+outcome, for which it would wait on a GPU: there `engine.triton_kernels.draws` draws, with the same tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +20,64 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.device_transfer import Transfer
-from engine.sampling.draw import DrawWorkspace
+from engine.sampling.draw import DrawWorkspace, argmax, block_max
 from engine.sampling.filters import Filters, draw_from_largest, draw_from_sorted
-from engine.sampling.radix_select import draw_from_selected
 
 NUCLEUS_WIDTHS = (64, 1024)  # logits listed for top_p, one list after the other, before the line is sorted
 MAX_LIST = 512  # a larger top_k is faster sorted
 _SPARE = 16  # entries listed beyond top_k, so that ties at its end are seen
+
+
+class Columns(NamedTuple):
+    """Parameters of a step's lines, [S] each.
+
+    Attributes:
+        scale: float32, log2(e) / temperature; 0: the line is greedy.
+        top_k: int64, 0 is off.  top_p: float64, 1 is off.  min_p: float32, 0 is off.
+        u, inner: float64 in [0, 1); `inner` is for lines without top_k and top_p.
+    """
+
+    scale: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float64]
+    min_p: NDArray[np.float32]
+    u: NDArray[np.float64]
+    inner: NDArray[np.float64]
+
+    def take(self, lines: NDArray[np.int64]) -> Columns:
+        """The parameters of some of the lines."""
+        return Columns(
+            self.scale[lines], self.top_k[lines], self.top_p[lines], self.min_p[lines], self.u[lines], self.inner[lines]
+        )
+
+
+def choose(
+    logits: Tensor, peaks: Tensor | None, columns: Columns, space: Callable[[], DrawWorkspace], transfer: Transfer
+) -> tuple[Tensor, Tensor]:
+    """Return a token of each line, int64 [S], and bool [S], lines with a token to choose.
+
+    Args:
+        logits: float32 [S, vocab].  peaks: float32 [S, blocks] from `block_max`, if known already.
+        space: makes the buffers, where a line draws.
+    """
+    peaks = block_max(logits) if peaks is None else peaks
+    peak = peaks.amax(-1)
+    # amax propagates NaN and +inf, and is -inf only where no logit is finite, so it is the only check needed.
+    alive = torch.isfinite(peak)
+    greedy = columns.scale == 0
+    if greedy.all():
+        return argmax(logits, peaks), alive
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if greedy.any():
+        (index,) = transfer.up(np.flatnonzero(greedy))
+        tokens[index] = argmax(logits[index], peaks[index])
+    lines = np.flatnonzero(~greedy)
+    drawing = columns.take(lines)
+    *parameters, u, inner = transfer.up(*drawing)
+    filters = Filters(*(parameter[:, None] for parameter in parameters))
+    draws = DrawBatch(logits, peak[:, None], alive, tokens, lines, filters, u, inner, space(), transfer)
+    draws.run(drawing.top_k, drawing.top_p, drawing.min_p)
+    return tokens, alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +90,6 @@ class DrawBatch:
         tokens: int64 [S], the output.
         lines: int64 [n], the drawing lines.  filters, u, inner: of these, [n, 1] each and float64 [n].
         transfer: to the logits' device.
-        may_synchronize: the host may read the device's results before it continues.
     """
 
     logits: Tensor
@@ -50,7 +102,6 @@ class DrawBatch:
     inner: Tensor
     space: DrawWorkspace
     transfer: Transfer
-    may_synchronize: bool
 
     def run(self, top_k: NDArray[np.int64], top_p: NDArray[np.float64], min_p: NDArray[np.float32]) -> None:
         """Draw for all lines; the host's copies of the filters (each [n]) select the method of each one."""
@@ -58,9 +109,6 @@ class DrawBatch:
         nucleus = (top_k == 0) & (top_p < 1)
         ranked = top_k > MAX_LIST
         self._from_whole_line(np.flatnonzero(~(listed | nucleus | ranked)), bool(min_p.any()))
-        if not self.may_synchronize:
-            self._from_selected(np.flatnonzero(listed | nucleus | ranked))
-            return
         width = -(-(int(top_k[listed].max(initial=0)) + _SPARE) // 64) * 64
         self._from_list(np.flatnonzero(listed), (width,), with_total=False)
         self._from_list(np.flatnonzero(nucleus), NUCLEUS_WIDTHS, with_total=True)
@@ -115,13 +163,6 @@ class DrawBatch:
             logits, peak, index = self._take(chunk)
             filters, u = self._settings(chunk)
             self.tokens[index] = draw_from_sorted(logits, peak, filters, u, self.space)
-
-    def _from_selected(self, part: NDArray[np.int64]) -> None:
-        for i in range(0, len(part), self.space.lines):
-            chunk = part[i : i + self.space.lines]
-            logits, peak, index = self._take(chunk)
-            filters, u = self._settings(chunk)
-            self.tokens[index] = draw_from_selected(logits, peak, filters, u, self.space)
 
     def _settings(self, part: NDArray[np.int64]) -> tuple[Filters, Tensor]:
         index = self._index(part)

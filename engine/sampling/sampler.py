@@ -10,8 +10,9 @@ when the chain excludes all tokens, and when its mask raises; the other rows are
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,8 @@ from engine.device_transfer import make_transfer
 from engine.plan import NO_TOKEN
 from engine.request import Request
 from engine.sampling import logits_processors
-from engine.sampling.batch import DrawBatch
-from engine.sampling.draw import DrawWorkspace, argmax, block_max
-from engine.sampling.filters import Filters
+from engine.sampling.batch import Columns, choose
+from engine.sampling.draw import DrawWorkspace, block_max
 from engine.sampling.logprobs import RawDistribution, prompt_logprobs, target_logprobs
 from engine.sampling.philox import uniforms
 from engine.sampling.rows import OFF, RowParams, check_params
@@ -78,7 +78,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._transfer = make_transfer(device)
-        self._may_synchronize = device.type == "cpu"  # elsewhere reading the result would stall the host
+        self._draw_rows = _fused_draw(device)
         self._buffers: DrawWorkspace | None = None
 
     def assign(self, row: int, request: Request, choice: int, known: NDArray[np.int32], prompt_len: int) -> None:
@@ -136,7 +136,7 @@ class Sampler:
         num_outputs: NDArray[np.int32],
     ) -> Tensor:
         """Sample rows whose results the host does not need at once (not `awaited`): int64 [3, S] on the device, for
-        `unpack`. Never blocks on the device."""
+        `unpack`. With the kernel of `_fused_draw` it never blocks on the device."""
         assert not self.awaited(rows).any(), "what the host must see is sampled by `sample`"
         return self.pack(*self._take(logits, rows, positions, num_outputs))
 
@@ -148,10 +148,10 @@ class Sampler:
         num_outputs: NDArray[np.int32],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens int64 [S]; bool [S], lines with a token to choose; bool [S], lines with finite logits."""
-        peaks = block_max(logits)
         if not self._params.special[rows].any():
-            tokens, alive = self._choose(logits, peaks, rows, positions)
+            tokens, alive = self._choose(logits, None, rows, positions)
             return tokens, alive, alive
+        peaks = block_max(logits)
         sound = torch.isfinite(peaks.amax(-1))
         lines = logits_processors.modified_lines(self._params, rows, num_outputs)
         if len(lines):
@@ -187,43 +187,22 @@ class Sampler:
         return self.unpack(self.pack(tokens, alive, sound).cpu().numpy(), rows)
 
     def _choose(
-        self, logits: Tensor, peaks: Tensor, rows: NDArray[np.int32], positions: NDArray[np.int32]
+        self, logits: Tensor, peaks: Tensor | None, rows: NDArray[np.int32], positions: NDArray[np.int32]
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens int64 [S], and bool [S], lines with a token to choose; peaks float32 [S, blocks] from
-        `block_max`."""
-        peak = peaks.amax(-1)
-        # amax propagates NaN and +inf, and is -inf only where no logit is finite, so it is the only check needed.
-        alive = torch.isfinite(peak)
-        greedy = self._params.greedy[rows]
-        if greedy.all():
-            return argmax(logits, peaks), alive
-        tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
-        if greedy.any():
-            (index,) = self._transfer.up(np.flatnonzero(greedy))
-            tokens[index] = argmax(logits[index], peaks[index])
-        self._draw(logits, peak[:, None], alive, tokens, rows, positions, np.flatnonzero(~greedy))
-        return tokens, alive
+        """Return tokens int64 [S], and bool [S], lines with a token to choose; peaks: float32 [S, blocks] from
+        `block_max`, if known already."""
+        columns = self._columns(rows, positions)
+        if self._draw_rows is not None:
+            return self._draw_rows(logits, *self._transfer.up(*columns))
+        return choose(logits, peaks, columns, self._space, self._transfer)
 
-    def _draw(
-        self,
-        logits: Tensor,
-        peak: Tensor,
-        alive: Tensor,
-        tokens: Tensor,
-        rows: NDArray[np.int32],
-        positions: NDArray[np.int32],
-        lines: NDArray[np.int64],
-    ) -> None:
-        """Write drawn tokens into `tokens` for these lines (int64 [n])."""
-        params, row = self._params, rows[lines]
-        top_k, top_p, min_p = params.top_k[row], params.top_p[row], params.min_p[row]
-        at = positions[lines].astype(np.int64)
-        drawn = [uniforms(params.seed[row], params.choice[row], at, lane) for lane in (0, 1)]
-        u, inner, *columns = self._transfer.up(*drawn, params.scale[row], top_k, top_p, min_p)
-        filters = Filters(*(column[:, None] for column in columns))
-        space, may_synchronize = self._space(), self._may_synchronize
-        draws = DrawBatch(logits, peak, alive, tokens, lines, filters, u, inner, space, self._transfer, may_synchronize)
-        draws.run(top_k, top_p, min_p)
+    def _columns(self, rows: NDArray[np.int32], positions: NDArray[np.int32]) -> Columns:
+        params, greedy = self._params, self._params.greedy[rows]
+        seed, choice, at = params.seed[rows], params.choice[rows], positions.astype(np.int64)
+        unused = np.zeros(len(rows))
+        u, inner = (unused if greedy.all() else uniforms(seed, choice, at, lane) for lane in (0, 1))
+        scale = np.where(greedy, np.float32(0), params.scale[rows])
+        return Columns(scale, params.top_k[rows], params.top_p[rows], params.min_p[rows], u, inner)
 
     @staticmethod
     def pack(tokens: Tensor, alive: Tensor, sound: Tensor) -> Tensor:
@@ -272,3 +251,12 @@ class Sampler:
         if self._buffers is None:
             self._buffers = DrawWorkspace(self._vocab_size, self._device)
         return self._buffers
+
+
+def _fused_draw(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return the kernel that chooses all tokens in one launch (`engine.triton_kernels.draws`), on a GPU with Triton."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from engine.triton_kernels.draws import draw_rows  # noqa: PLC0415 - comes with CUDA's torch
+
+    return draw_rows

@@ -29,7 +29,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
+from engine.device_transfer import make_transfer
 from engine.models.layer_ops.torch_ops import TorchLayerOps
+from engine.sampling.batch import Columns, choose
+from engine.sampling.draw import DrawWorkspace
 
 DEVICE = torch.device("cuda", 0)
 
@@ -235,6 +238,7 @@ _KERNELS = (
     ("engine.triton_kernels.small_weights", ("_small_weight_product", "_join_sums", "_dequantize")),
     ("engine.triton_kernels.int8", ("_quantize_rows", "_scale_sums")),
     ("engine.triton_kernels.fp8", ("_quantize_rows", "_quantize_groups", "_grouped_product")),
+    ("engine.triton_kernels.draws", ("_draw_rows",)),
     ("engine.triton_kernels.layers", ("_add_norm", "_rotate_and_store", "_activate")),
 )
 
@@ -247,9 +251,20 @@ def _torch_layer_ops(hidden_size: int, epsilon: float, device: torch.device, *, 
     return TorchLayerOps(epsilon, layer_norm=layer_norm)
 
 
+def _torch_draws(*arguments: Any) -> tuple[Tensor, ...]:
+    with _disable_current_modes():
+        logits, *columns = map(host_tensor, arguments)
+        cpu = torch.device("cpu")
+        chosen = choose(
+            logits, None, Columns(*(column.numpy() for column in columns)),
+            lambda: DrawWorkspace(logits.shape[1], cpu), make_transfer(cpu),
+        )  # fmt: skip
+    return tuple(map(DeviceTensor, chosen))
+
+
 @contextmanager
 def fake_cuda(
-    capability: tuple[int, int] = (9, 0), *, triton: bool = True, fused_layers: bool = False
+    capability: tuple[int, int] = (9, 0), *, triton: bool = True, fused_layers: bool = False, fused_draws: bool = False
 ) -> Iterator[FakeCuda]:
     """Within this context the process has one fake device; use it from this thread only.
 
@@ -257,6 +272,7 @@ def fake_cuda(
         triton: its kernels run on the device, in Triton's interpreter.
         fused_layers: so do those of decoder layers; the interpreter takes seconds for a hundred tokens. Else layers are
             computed by torch's operators.
+        fused_draws: the same of draws, which take a tenth of a second a row.
     """
     _guard_devices()
     device, total = FakeCuda(), 80 << 30
@@ -288,5 +304,7 @@ def fake_cuda(
                 for name in names:
                     kernel = _InterpretedKernel(name, getattr(loaded, name), device)
                     patches.enter_context(mock.patch.object(loaded, name, kernel))
+            if not fused_draws:
+                patches.enter_context(mock.patch("engine.triton_kernels.draws.draw_rows", _torch_draws))
         patches.enter_context(device)
         yield device

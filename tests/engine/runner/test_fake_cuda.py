@@ -18,6 +18,8 @@ from engine.errors import EngineError, EngineLost
 from engine.quant.int8_linear import Int8Linear, Int8WeightLinear
 from engine.quant.linear import QuantizedLinear, fast_kernel, int8_weight_only
 from engine.quant.weight import Activations, QWeight
+from engine.request import as_token_ids
+from engine.sampling.sampler import Sampler
 from tests.engine.quant.test_fp8_product import BY_ROWS
 from tests.engine.runner.fake_cuda import DEVICE, DeviceTensor, FakeCuda, compiler, fake_cuda
 from tests.engine.runner.test_async_loop import answers, check_idle, plain_work, prompt, workload
@@ -310,3 +312,29 @@ def test_the_device_is_gone_afterwards() -> None:
         assert torch.cuda.is_available()
     assert not torch.cuda.is_available()
     assert type(torch.ones(2) + 1) is torch.Tensor
+
+
+def test_a_draw_is_one_launch_and_the_host_does_not_wait() -> None:
+    """Besides the copy of the parameters to the device, and three small operations that pack the result."""
+    params = [
+        SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=2),
+        SamplingParams(temperature=0.8, top_p=0.6, seed=3), SamplingParams(top_k=5, top_p=0.9, min_p=0.1, seed=4),
+    ]  # fmt: skip
+    rows = np.arange(len(params), dtype=np.int32)
+    values = torch.randn(len(params), 300, generator=torch.Generator().manual_seed(3))
+
+    def sampler_of(device: torch.device) -> Sampler:
+        sampler = Sampler(len(params), 300, (), device)
+        for row, each in enumerate(params):
+            sampler.assign(row, Request(str(row), as_token_ids([1]), each), 0, as_token_ids([1]), 1)
+        return sampler
+
+    want = sampler_of(torch.device("cpu")).sample(values.clone(), rows, rows, rows)
+    with fake_cuda(fused_draws=True) as device:
+        sampler, there = sampler_of(DEVICE), values.to(DEVICE)
+        device.waits.clear()
+        device.launches.clear()
+        packed = sampler.draw(there, rows, rows, rows)
+        assert device.waits == []
+        assert device.launches == ["_to_copy", "_draw_rows", "_to_copy", "_to_copy", "stack"]
+        assert sampler.unpack(packed.cpu().numpy(), rows).token_ids.tolist() == want.token_ids.tolist()

@@ -27,6 +27,7 @@ from engine.plan import CacheGroup
 from engine.quant.rtn import Rounding, round_to_nearest
 from engine.quant.weight import Activations
 from engine.runner.buckets import GraphShape, padded
+from engine.triton_kernels.draws import draw_rows
 from engine.triton_kernels.fp8 import GroupedFp8Product, quantize_rows
 from engine.triton_kernels.small_weights import SmallWeightProduct
 
@@ -172,7 +173,21 @@ def products(capability: int) -> None:
         quantize_rows(torch.zeros(rows, 2048, dtype=torch.bfloat16))
 
 
-PARTS: dict[str, Callable[[int], None]] = {"shapes": shapes, "sizes": sizes, "products": products}
+def draw(rows: int, vocab: int) -> None:
+    """A step's draws, whose parameters lie anywhere in one buffer."""
+    top_p, uniform = torch.empty(2, rows + 1, dtype=torch.float64)[:, :rows]
+    scale, min_p = torch.empty(2, rows + 1)[:, :rows]
+    top_k = torch.empty(rows + 1, dtype=torch.int64)[1:]
+    draw_rows(torch.empty(rows, vocab), scale, top_k, top_p, min_p, uniform, uniform)
+
+
+def draws(capability: int) -> None:
+    """Draws of steps of several sizes."""
+    for rows in (1, 2, 3, 16, 17):
+        draw(rows, 2000)
+
+
+PARTS: dict[str, Callable[[int], None]] = {"shapes": shapes, "sizes": sizes, "products": products, "draws": draws}
 
 if __name__ == "__main__":
     assert isinstance(kernels.attend_tiles, JITFunction), "Triton's interpreter is on"

@@ -30,7 +30,7 @@ from engine.plan import CacheGroup
 from engine.quant.weight import Activations, Factors, QWeight, TwoLevel
 from engine.triton_kernels.fp8 import GroupedFp8Product, quantize_rows
 from engine.triton_kernels.small_weights import SmallWeightProduct
-from tests.engine.triton.compiling import CPU, FP8, SHARED, batch, compile_instead
+from tests.engine.triton.compiling import CPU, FP8, SHARED, batch, compile_instead, draw
 
 BF16 = torch.bfloat16
 
@@ -173,6 +173,8 @@ def quantize(k: int) -> None:
     quantize_rows(torch.empty(64, k, dtype=BF16))
 
 
+VOCABULARIES = {"Llama 3": 128_256, "Qwen 3": 151_936, "Gemma 3": 262_144}
+
 ROWS = (16, 32, 64, 128, 256)
 DECODE, CHUNK, SPLIT = ([1499] * 256, [1] * 256), ([512, 0], [512, 512]), ([8000] * 4, [1] * 4)
 CASES: dict[str, Callable[[], None]] = {
@@ -199,6 +201,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"int8 by rows, {rows} rows": partial(small_product, "int8", 28672, 4096, 4096, rows) for rows in ROWS},
     **{f"fp8 by blocks, {rows} rows": partial(block_product, 28672, 4096, rows) for rows in (16, 256)},
     "fp8 rows": partial(quantize, 4096),
+    **{f"draws, {model}": partial(draw, 2, vocab) for model, vocab in VOCABULARIES.items()},
 }  # fmt: skip
 
 

@@ -50,6 +50,14 @@ def test_steps_of_any_size_share_a_few_kernels(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("capability", [90, 75])
+def test_draws_of_steps_of_any_size_share_a_kernel(capability: int, tmp_path: Path) -> None:
+    found = compiled("draws", capability, tmp_path)
+    assert [each["kernel"] for each in found] == ["_draw_rows"]
+    assert found[0]["shared"] <= SHARED[capability]
+
+
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [90, 89])
 def test_products_compile_and_fit_and_depend_on_their_tile_alone(capability: int, tmp_path: Path) -> None:
