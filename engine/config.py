@@ -131,7 +131,8 @@ class EngineConfig:
             the next step waits for the results.
         cuda_graphs: capture the forward passes of steps of some shapes when the engine starts; None: on CUDA, where
             model, attention and memory allow it. True: refuse to start where that is impossible.
-        max_graph_tokens: maximum tokens of a step that uses a graph; larger ones take longer to compute than to launch.
+        max_graph_tokens: maximum tokens of a step that uses a graph and doesn't only decode; larger ones take longer to
+            compute than to launch.
     """
 
     own_models: bool = True

@@ -2,7 +2,7 @@
 
 There are two kinds: decode-only steps, by their rows, and mixed steps, by their tokens. A step uses the smallest shape
 that holds it. Finer sizes waste less computation on padding; coarser ones need fewer captures when the engine starts.
-A step larger than all shapes takes longer to compute than to launch, and runs without a graph.
+A mixed step larger than all shapes takes longer to compute than to launch, and runs without a graph.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class GraphBuckets:
 
     Args:
         max_num_seqs, max_num_batched_tokens: of a step.
-        max_tokens: of a step that uses a graph.
+        max_tokens: of a step that uses a graph and has several tokens for a row.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_tokens: int) -> None:
-        max_rows = min(max_num_seqs, max_num_batched_tokens, max_tokens)
+        max_rows = min(max_num_seqs, max_num_batched_tokens)
         max_mixed = min(max_num_batched_tokens, max_tokens)
         self._decodes = [GraphShape(size, size, size, False) for size in decode_sizes(max_rows)]
         self._mixed = [

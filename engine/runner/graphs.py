@@ -43,23 +43,24 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """CUDA graphs in one pool of memory."""
+    """CUDA graphs in one pool of memory, captured on one stream: cuBLAS keeps a workspace for each stream that it meets
+    (32 MiB on Hopper), and the allocator blocks that no other stream can take."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, run: Callable[[], Tensor]) -> Replay:
-        side_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        side_stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side_stream):
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
             run()  # compiles kernels and allocates the libraries' workspaces, which a capture may not do
-        torch.cuda.current_stream(self._device).wait_stream(side_stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         # CUDA calls of other threads meanwhile (loading another model, NCCL's watchdog) are not part of the capture,
         # and must not end it.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             out = run()
 
         def replay() -> Tensor:
@@ -126,8 +127,8 @@ class Graphs:
                 self._recorded[shape] = self._record(shape, attention, table_width, recorder)
             except torch.OutOfMemoryError as error:
                 raise OutOfMemory(
-                    f"no memory is left to record graphs of {shape.tokens} tokens; lower gpu_memory_utilization or "
-                    f"max_graph_tokens, or leave graphs out: {error}"
+                    f"no memory is left to record graphs of {shape.tokens} tokens; lower gpu_memory_utilization, "
+                    f"max_graph_tokens or max_num_seqs, or leave graphs out: {error}"
                 ) from error
             except RuntimeError as error:
                 reason = (

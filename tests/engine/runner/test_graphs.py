@@ -8,6 +8,8 @@ only fills a shape is NaN as soon as attention has seen it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +27,7 @@ from engine.attention.reference import ReferenceAttention, ReferenceStep
 from engine.errors import EngineError
 from engine.plan import CacheGroup
 from engine.runner.buckets import NO_SLOT, GraphBuckets, GraphShape, decode_sizes, mixed_sizes, padded
-from engine.runner.graphs import make_graphs
+from engine.runner.graphs import CudaRecorder, make_graphs
 from tests.engine.runner.test_async_loop import answers, plain_work, prompt, workload
 
 TinyModel = Callable[[str], Path]
@@ -224,6 +226,39 @@ def test_the_smallest_shape_that_holds_a_step() -> None:
     assert buckets.pick(rows=20, num_tokens=20, num_decodes=20) == GraphShape(20, 20, 20, False)
     assert buckets.pick(rows=3, num_tokens=17, num_decodes=2) == GraphShape(20, 21, 20, True)
     assert buckets.pick(rows=1, num_tokens=41, num_decodes=0) is None
+
+
+def test_decoding_steps_of_any_number_of_rows_have_a_shape() -> None:
+    buckets = GraphBuckets(1024, 8192, 512)
+    assert buckets.pick(rows=1000, num_tokens=1000, num_decodes=1000) == GraphShape(1024, 1024, 1024, False)
+    assert buckets.pick(rows=1000, num_tokens=1001, num_decodes=999) is None
+
+
+def test_all_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    captured: list[tuple[object, object]] = []
+
+    def make_stream(device: torch.device) -> SimpleNamespace:
+        made.append(SimpleNamespace(wait_stream=lambda other: None))
+        return made[-1]  # type: ignore[return-value]
+
+    def capture(graph: object, *, pool: object, stream: object, **_: object) -> nullcontext[None]:
+        captured.append((pool, stream))
+        return nullcontext()
+
+    fakes: dict[str, Any] = {
+        "Stream": make_stream, "current_stream": lambda device: SimpleNamespace(wait_stream=lambda other: None),
+        "stream": lambda stream: nullcontext(), "synchronize": lambda device: None, "graph": capture,
+        "CUDAGraph": SimpleNamespace, "graph_pool_handle": lambda: "the pool",
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    for size in (4, 2, 1):
+        recorder.record(partial(torch.zeros, size))
+
+    assert len(made) == 1
+    assert captured == [("the pool", made[0])] * 3
 
 
 def test_padding_has_no_tokens_no_keys_and_no_slot() -> None:
