@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.config import ScheduleConfig
 from engine.errors import OutOfMemory
 from engine.logs import get_logger
-from engine.models.base import CausalModel, ModelSpec, RoutedModel
+from engine.models.base import CausalModel, LayerCache, ModelSpec, RoutedModel
 from engine.request import Request, SamplingParams
 from engine.runner.memory import available_bytes
 from engine.sampling.sampler import Sampler
@@ -82,7 +82,7 @@ class AttendToNothing:
     ) -> Tensor:
         return q.new_zeros(*q.shape[:2], (q if v is None else v).shape[2])
 
-    def cache(self, layer: int) -> None:
+    def cache(self, layer: int) -> LayerCache | None:
         """There is none."""
 
     def of_wanted(self) -> None:

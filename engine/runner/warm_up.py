@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.attention.base import WARM_UP_TOKENS, AttentionBackend, CompiledAttention
 from engine.logs import get_logger
-from engine.models.base import CausalModel, RoutedModel
+from engine.models.base import CausalModel, LayerCache, RoutedModel
 from engine.runner.device_memory import AttendToNothing
 from engine.sampling.sampler import Sampler
 
@@ -32,6 +32,9 @@ class _AttendInEveryShape(AttendToNothing):
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, sinks: Tensor | None = None, /
     ) -> Tensor:
         return self._attention.attend(layer, q, k, v, scale, self._step, sinks)
+
+    def cache(self, layer: int) -> LayerCache | None:
+        return self._attention.layer_cache(layer, self._step)
 
 
 def compile_launches(model: CausalModel, attention: AttentionBackend, device: torch.device) -> None:
