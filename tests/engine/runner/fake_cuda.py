@@ -192,6 +192,11 @@ class _Event:
 
 
 class _Stream:
+    """A class, as torch's own: libraries that are imported meanwhile name it in annotations."""
+
+    def __init__(self, device: Any = None) -> None:
+        pass
+
     def wait_stream(self, other: Any) -> None:
         pass
 
@@ -284,7 +289,7 @@ def fake_cuda(
         "empty_cache": lambda: None, "mem_get_info": lambda device=None: (total - (1 << 30), total),
         "memory_reserved": lambda device=None: 0, "reset_peak_memory_stats": lambda device=None: None,
         "max_memory_allocated": lambda device=None: 1 << 30, "current_stream": lambda device=None: _Stream(),
-        "Stream": lambda device=None: _Stream(), "Event": lambda **_: _Event(device),
+        "Stream": _Stream, "Event": lambda **_: _Event(device),
         "stream": lambda stream: ExitStack(), "device": lambda device: ExitStack(),
     }  # fmt: skip
     with ExitStack() as patches:
