@@ -118,7 +118,8 @@ def test_the_tokens_are_those_of_torchs_operators(kind: str, device: torch.devic
     seed = KINDS.index(kind)
     rng = np.random.default_rng(seed)
     params = settings(rng)
-    check(kind, [params[i] for i in rng.permutation(len(params))[:6]], device, seed)
+    always = [SamplingParams(temperature=0.0), SamplingParams(seed=seed), SamplingParams(min_p=0.01, seed=seed)]
+    check(kind, always + [params[i] for i in rng.permutation(len(params))[:6]], device, seed)
 
 
 @pytest.mark.exhaustive
@@ -129,6 +130,17 @@ def test_ten_thousand_tokens_are_those_of_torchs_operators(
 ) -> None:
     for seed in range(rounds):
         check(kind, settings(np.random.default_rng(seed)), device, seed, vocab)
+
+
+def test_a_threshold_between_two_units_retains_one_more_token(device: torch.device) -> None:
+    """Given four equal tokens, when top_p is a little more than a half, then three are drawn from."""
+    params = [SamplingParams(top_p=0.5 + 1e-15, seed=seed) for seed in range(8)]
+    reference, sampler = samplers(params, device)
+    values = torch.full((8, VOCAB), float("-inf"), device=device)
+    values[:, [5, 900, 1700, 2999]] = 1.0
+    want, got = sample(reference, values), sample(sampler, values)
+    assert got.token_ids.tolist() == want.token_ids.tolist()
+    assert set(got.token_ids.tolist()) == {5, 900, 1700}
 
 
 def test_rows_without_a_token_to_choose_fail_alone(device: torch.device) -> None:
