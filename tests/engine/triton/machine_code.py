@@ -23,14 +23,20 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime.driver import driver
 
 from engine.attention import KVLayout
 from engine.attention.triton_paged import TritonPagedAttention
+from engine.models.base import LayerCache
+from engine.models.layer_ops import Activation, HeadLayout, Update
+from engine.models.rope import Rotation
 from engine.plan import CacheGroup
+from engine.quant.base import Fp8Input
 from engine.quant.weight import Activations, Factors, QWeight, TwoLevel
 from engine.triton_kernels.fp8 import GroupedFp8Product, quantize_rows
+from engine.triton_kernels.layers import activate, add_norm, rotate_and_store
 from engine.triton_kernels.small_weights import SmallWeightProduct
-from tests.engine.triton.compiling import CPU, FP8, SHARED, batch, compile_instead, draw
+from tests.engine.triton.compiling import CPU, FP8, SHARED, Device, batch, compile_instead, draw
 
 BF16 = torch.bfloat16
 
@@ -169,6 +175,38 @@ def block_product(n: int, k: int, rows: int) -> None:
     GroupedFp8Product(weight, None)(torch.empty(rows, k, dtype=BF16))
 
 
+def layer(
+    hidden: int, inner: int, heads: HeadLayout, activation: Activation, cache: torch.dtype, form: Fp8Input | None = None
+) -> None:
+    """What is between a layer's products. `form`: of the inputs that are quantized."""
+    x, norm, turning = torch.empty(2, hidden, dtype=BF16), torch.empty(hidden), torch.empty(2, 1, heads.head_dim)
+    dim, keys, queries = heads.head_dim, heads.num_kv_heads, heads.num_heads
+    slots = torch.zeros(2, dtype=torch.int32)
+    stored = [torch.empty(8, keys, dim, dtype=cache) for _ in range(2)]
+    scales = [torch.empty(8, keys) if cache == FP8 else None for _ in range(2)]
+    add_norm(x, Update(x, norm if activation == "gelu_tanh" else None), norm, 1e-5, form)
+    rotate_and_store(
+        heads, torch.empty(2, queries + 2 * keys, dim, dtype=BF16),
+        torch.empty(queries + keys, dim) if heads.qk_norm else None, Rotation(turning.to(BF16), turning.to(BF16)), None,
+        LayerCache(*stored, *scales, slots), 1e-5,
+    )  # fmt: skip
+    activate(activation, torch.empty(2, 2 * inner, dtype=BF16), form)
+
+
+LAYERS: dict[str, Callable[[], None]] = {
+    "Llama-3.1-8B": partial(layer, 4096, 14336, HeadLayout(32, 8, 128), "silu", BF16),
+    "Qwen3-8B": partial(layer, 4096, 12288, HeadLayout(32, 8, 128, "head"), "silu", BF16),
+    "Gemma-3-27B": partial(layer, 5376, 21504, HeadLayout(32, 16, 128, "head"), "gelu_tanh", BF16),
+}
+QUANTIZED_LAYERS: dict[str, Callable[[], None]] = {
+    "Llama-3.1-8B": partial(layer, 4096, 14336, HeadLayout(32, 8, 128), "silu", FP8, Fp8Input(None)),
+    "Llama-3.1-70B": partial(layer, 8192, 28672, HeadLayout(64, 8, 128), "silu", FP8, Fp8Input(None)),
+    "Gemma-3-27B": partial(layer, 5376, 21504, HeadLayout(32, 16, 128, "head"), "gelu_tanh", FP8, Fp8Input(0.02)),
+}
+ON_AMPERE = ", capability 8.0"
+"""The end of such a case's name; others are for 9.0."""
+
+
 def quantize(k: int) -> None:
     quantize_rows(torch.empty(64, k, dtype=BF16))
 
@@ -202,6 +240,9 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"fp8 by blocks, {rows} rows": partial(block_product, 28672, 4096, rows) for rows in (16, 256)},
     "fp8 rows": partial(quantize, 4096),
     **{f"draws, {model}": partial(draw, 2, vocab) for model, vocab in VOCABULARIES.items()},
+    **{f"layer, {name}": case for name, case in LAYERS.items()},
+    **{f"layer in fp8, {name}": case for name, case in QUANTIZED_LAYERS.items()},
+    **{f"layer, {name}{ON_AMPERE}": case for name, case in LAYERS.items()},
 }  # fmt: skip
 
 
@@ -211,6 +252,7 @@ def compiled(names: list[str]) -> list[dict[str, Any]]:
     found = []
     for name in names:
         launched.clear()
+        driver.set_active(Device(80 if name.endswith(ON_AMPERE) else 90))
         CASES[name]()
         for kernel in launched:
             code = read(kernel.asm["cubin"], kernel.metadata.shared, kernel.metadata.num_warps)

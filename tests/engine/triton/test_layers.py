@@ -204,6 +204,8 @@ def test_queries_and_the_cache(
         peak = made[slots >= 0].float().abs().amax(-1, keepdim=True)
         off = (values[used] - made[slots >= 0].float()).abs()
         assert bool((off <= (TOLERANCE[dtype] if scale is None else 2**-4) * peak + 1e-6).all())
+        if scale is not None:
+            torch.testing.assert_close(scale.cpu()[used], peak[..., 0] / 448, rtol=2**-6, atol=0)
         unused = torch.ones(rows, dtype=torch.bool)
         unused[used] = False
         assert bool((into.cpu()[unused].float() == 7).all())

@@ -60,10 +60,17 @@ BUDGETS = {
     ("fp8 by blocks, 256 rows", "_grouped_product"): Budget(2, 88, 4),
     # A row's parameters are the narrow ones.
     **{(f"draws, {model}", "_draw_rows"): Budget(2, 48, 6) for model in VOCABULARIES},
+    # A layer's operations read rows: as many programs as fit keep memory busy.
+    **{
+        (case, kernel): Budget(programs, 0, narrow)
+        for case in CASES
+        if case.startswith("layer")
+        for kernel, programs, narrow in (("_add_norm", 2, 0), ("_rotate_and_store", 9, 7), ("_activate", 1, 0))
+    },
 }
 """No kernel uses the stack: registers that were spilled to it are read back from memory."""
 
-FEW = ["decode fp8", "int4 by 32, 16 rows"]
+FEW = ["decode fp8", "int4 by 32, 16 rows", "layer in fp8, Llama-3.1-8B"]
 """Cases that are compiled in every run of the tests."""
 
 
