@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -35,22 +34,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
         return self.unary_op(of, lambda values: torch.exp2(torch.as_tensor(np.asarray(values))).numpy())
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_exp2", exp2)
-
-
-@pytest.fixture(autouse=True)
-def _quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Most of its time the interpreter patches Triton's language anew, for each call of each function; here once."""
-    patch, patched = interpreter._patch_lang, {}
-
-    def patch_once(fn: Any) -> Any:
-        if id(fn.__globals__) not in patched:
-            patched[id(fn.__globals__)] = patch(fn)
-        return interpreter._LangPatchScope()
-
-    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
-    yield
-    for scope in reversed(patched.values()):
-        scope.restore()
 
 
 def samplers(params: list[SamplingParams], device: torch.device, vocab: int = VOCAB) -> tuple[Sampler, Sampler]:
