@@ -28,6 +28,10 @@ gc.disable()
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# OpenMP reads this when it is loaded. By default waiting threads spin: that was nine tenths of the processor time of
+# the native kernels' tests on two threads, and the other processes of tests had to wait for it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # How long an example takes says nothing on a machine that has other things to do. CI judges a change by the same
 # examples as the one before it; at a desk they are others each time.
 settings.register_profile(
