@@ -327,7 +327,7 @@ class TritonPagedAttention:
             scale * math.log2(math.e), q.stride(0), q.stride(1), table.stride(0), tiles.first_token, rows,
             HEAD_DIM=layout.head_dim, RESTS=self._rests, BLOCK_SIZE=layout.block_size,
             WINDOW=storage.window_of[layer] or 0, COLUMNS=tiles.tile.columns, SPLIT=tiles.splits > 1, SCALED=scaled,
-            NARROW=q.dtype == torch.float16, UPCAST=self._upcast, SINKS=sinks is not None,
+            NARROW=scaled and q.dtype.itemsize == 2, UPCAST=self._upcast, SINKS=sinks is not None,
             LATENT=layout.latent_dim > 0, num_warps=self._warps, num_stages=tiles.tile.stages, **shape,
         )  # fmt: skip
         if tiles.splits > 1:

@@ -117,7 +117,8 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         scale: of q k^T, times log2(e).
         HEADS: a power of two; PARTS programs take all of SHARING.
         DIMS, RESTS: VALUE_DIM, and HEAD_DIM - VALUE_DIM, up to a power of two.  WINDOW: 0: none.
-        NARROW: products are made in float16, which lacks the range for weights times scales.
+        NARROW: products with float8_e4m3fn are made in float16, to which a GPU converts it in one instruction; float16
+            lacks the range for weights times scales, and for what bfloat16 holds.
         UPCAST: multiply in float32 whatever the dtype is, as the interpreter must.
     """
     sequence = tl.load(tile_sequences + tl.program_id(0))
@@ -138,12 +139,21 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     in_head = dim < VALUE_DIM
     query_at = q + token[:, None] * q_token_stride + head[:, None] * q_head_stride
     queries = tl.load(query_at + dim[None, :], mask=used[:, None] & in_head[None, :], other=0)
-    if UPCAST:
-        queries = queries.to(tl.float32)
     if LATENT:
         rest = VALUE_DIM + tl.arange(0, RESTS)
         in_rest = rest < HEAD_DIM
         query_rests = tl.load(query_at + rest[None, :], mask=used[:, None] & in_rest[None, :], other=0)
+    row_scale = scale
+    if NARROW and queries.dtype == tl.bfloat16:  # float16 holds them as exactly, but for their range
+        size = tl.max(tl.abs(queries.to(tl.float32)), 1)
+        if LATENT:
+            size = tl.maximum(size, tl.max(tl.abs(query_rests.to(tl.float32)), 1))
+            query_rests = (query_rests.to(tl.float32) / tl.where(size > 0, size, 1.0)[:, None]).to(tl.float16)
+        row_scale = (tl.where(size > 0, size, 1.0) * scale)[:, None]
+        queries = (queries.to(tl.float32) / tl.where(size > 0, size, 1.0)[:, None]).to(tl.float16)
+    if UPCAST:
+        queries = queries.to(tl.float32)
+    if LATENT:
         query_rests = query_rests.to(queries.dtype)
 
     # Keys that the tile sees: from the first one in any query's window to its last query's own; none without queries.
@@ -171,11 +181,11 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         if LATENT:
             key_rest = tl.load(keys + place[None, :] + rest[:, None], mask=there[None, :] & in_rest[:, None], other=0.0)
             scores = tl.dot(query_rests, key_rest.to(queries.dtype), input_precision="ieee")
-            scores = tl.dot(queries, key.to(queries.dtype), scores, input_precision="ieee") * scale
+            scores = tl.dot(queries, key.to(queries.dtype), scores, input_precision="ieee") * row_scale
             value = tl.trans(key)
         else:
             value = tl.load(values + place[:, None] + dim[None, :], mask=there[:, None] & in_head[None, :], other=0.0)
-            scores = tl.dot(queries, key.to(queries.dtype), input_precision="ieee") * scale
+            scores = tl.dot(queries, key.to(queries.dtype), input_precision="ieee") * row_scale
         if SCALED:
             scores *= tl.load(key_scales + slot, mask=there, other=0.0)[None, :]
         seen = there[None, :] & (column[None, :] <= position[:, None])

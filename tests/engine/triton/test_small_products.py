@@ -41,10 +41,10 @@ WEIGHTS = {
     "int4, groups of 128": weight("int4", 96, 256, 128),
     "int4, groups of 32, zeros, and shapes that no tile divides": weight("int4", 77, 160, 32, symmetric=False),
     "int4, a factor a row": weight("int4", 64, 192, None),
-    "int4, an odd number of columns": weight("int4", 40, 63, None),
+    "int4, columns that no turn divides": weight("int4", 40, 328, None),
     "int4, two levels": two_levels(80, 512),
     "int8, groups of 16 (Q6_K)": weight("int8", 48, 272, 16),
-    "int8, a factor a row": weight("int8", 33, 130, None),
+    "int8, a factor a row": weight("int8", 33, 132, None),
 }
 DTYPES = (torch.bfloat16, *(pytest.param(other, marks=pytest.mark.slow) for other in (torch.float16, torch.float32)))
 
@@ -62,7 +62,7 @@ def test_it_is_the_product_with_the_dequantized_weight(
     y = SmallWeightProduct(q, bias, upcast)(x)
     assert y.dtype == dtype
     step = torch.finfo(dtype).eps
-    torch.testing.assert_close(y.double(), wanted, rtol=2 * step, atol=float(4 * step * wanted.abs().mean()) + 1e-5)
+    torch.testing.assert_close(y.double(), wanted, rtol=2 * step, atol=float(16 * step * wanted.abs().mean()) + 1e-5)
 
 
 @pytest.mark.parametrize("rows", [33, 65, 128])
@@ -73,12 +73,13 @@ def test_thick_batches_take_larger_tiles_and_give_the_same(rows: int, device: to
     torch.testing.assert_close(y, x @ q.dequantize().t(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["int4, two levels", "int4, an odd number of columns", "int8, groups of 16 (Q6_K)"])
+@pytest.mark.parametrize(
+    "form", ["int4, two levels", "int4, columns that no turn divides", "int8, groups of 16 (Q6_K)"]
+)
 def test_programs_share_the_columns_of_few_outputs(
     form: str, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(small_weights, "_SPLIT_TURNS", 1)
-    monkeypatch.setattr(small_weights, "_COLUMNS", 32)
     q = WEIGHTS[form].to(device)
     x, bias = torch.randn(3, q.k, device=device), torch.randn(q.n, device=device)
     product = SmallWeightProduct(q, bias, upcast, processors=3)
@@ -123,13 +124,15 @@ def test_rows_that_lie_apart_and_no_rows_at_all(device: torch.device, upcast: bo
     q = WEIGHTS["int8, a factor a row"].to(device)
     wide = torch.randn(6, 200, device=device)
     product = SmallWeightProduct(q, None, upcast)
-    torch.testing.assert_close(product(wide[:, :130]), wide[:, :130] @ q.dequantize().t(), rtol=1e-4, atol=1e-4)
-    assert product(wide[:0, :130]).shape == (0, 33)
+    torch.testing.assert_close(product(wide[:, :132]), wide[:, :132] @ q.dequantize().t(), rtol=1e-4, atol=1e-4)
+    assert product(wide[:0, :132]).shape == (0, 33)
 
 
 def test_what_it_takes() -> None:
     assert all(multiplies_small(q) for q in WEIGHTS.values())
-    assert not multiplies_small(weight("int4", 8, 63, 21))  # a byte would belong to two groups
+    assert not multiplies_small(weight("int4", 8, 63, 21))  # a word would belong to two groups
+    assert not multiplies_small(weight("int4", 8, 60, None))  # and to two rows
+    assert not multiplies_small(weight("int8", 8, 36, 18))
     assert not multiplies_small(replace(WEIGHTS["int8, a factor a row"], activations=Activations("int8")))
     assert not multiplies_small(weight("fp8", 16, 32, None))
     assert not SmallWeightKernel().runs(WEIGHTS["int4, groups of 128"]), "a CPU has kernels of its own"
