@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 import os
@@ -83,10 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # extensions report what is left at the end
+    atexit.register(gc.unfreeze)  # extensions report what is left then; pytest's own collections before need not see it
 
 
 @pytest.fixture(autouse=True)
