@@ -33,6 +33,7 @@ from engine.device_transfer import make_transfer
 from engine.models.layer_ops.torch_ops import TorchLayerOps
 from engine.sampling.batch import Columns, choose
 from engine.sampling.draw import DrawWorkspace
+from tests.engine.triton_interpreter import language_patched_once
 
 DEVICE = torch.device("cuda", 0)
 
@@ -304,6 +305,7 @@ def fake_cuda(
         if not fused_layers:
             patches.enter_context(mock.patch("engine.models.decoder.make_layer_ops", _torch_layer_ops))
         if triton:
+            patches.enter_context(language_patched_once())
             for module, names in _KERNELS:
                 loaded = __import__(module, fromlist=["_"])
                 for name in names:

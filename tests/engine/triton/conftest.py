@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
+
+from tests.engine.triton_interpreter import language_patched_once
 
 
 @pytest.fixture(scope="session")
@@ -21,22 +23,6 @@ def upcast(device: torch.device) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def language_is_patched_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The interpreter patches Triton's language anew for each call of each function, which takes half its time; here it
-    does so once a test for each module of kernels."""
-    if device.type != "cpu":
+def quick_interpreter(device: torch.device) -> Iterator[None]:
+    with nullcontext() if device.type == "cuda" else language_patched_once():
         yield
-        return
-    from triton.runtime import interpreter  # noqa: PLC0415 - without it, no test here runs
-
-    patch, scopes = interpreter._patch_lang, dict[int, Any]()
-
-    def patch_once(function: Any) -> Any:
-        if id(function.__globals__) not in scopes:
-            scopes[id(function.__globals__)] = patch(function)
-        return interpreter._LangPatchScope()  # restores nothing
-
-    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
-    yield
-    for scope in reversed(scopes.values()):
-        scope.restore()
