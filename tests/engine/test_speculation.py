@@ -362,8 +362,19 @@ def test_given_answers_that_repeat_ended_ones_when_ngrams_are_drafted_then_they_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "bf16, int8 cache", "int8", "int8 weights"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [
+        ("llama", "bf16"),
+        ("gemma3", "bf16, int8 cache"),
+        ("gemma3", "int8"),
+        ("llama", "int8 weights"),
+        pytest.param("gemma3", "bf16", marks=pytest.mark.exhaustive),
+        pytest.param("llama", "bf16, int8 cache", marks=pytest.mark.exhaustive),
+        pytest.param("llama", "int8", marks=pytest.mark.exhaustive),
+        pytest.param("gemma3", "int8 weights", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_given_native_kernels_when_tokens_are_drafted_then_answers_are_the_same_at_any_precision(
     family: str, precision: str, tiny_model: TinyModel
 ) -> None:

@@ -402,8 +402,19 @@ def assemble_answer(events: Sequence[Any], choice: int) -> tuple[str, list[dict[
     return text, calls
 
 
-@pytest.mark.parametrize("family", ["HERMES", "LLAMA", "MISTRAL"])
-@pytest.mark.parametrize("every", [1, 3, 50])
+@pytest.mark.parametrize(
+    ("family", "every"),
+    [
+        ("HERMES", 1),
+        ("LLAMA", 3),
+        ("MISTRAL", 1),
+        ("MISTRAL", 50),
+        *(
+            pytest.param(family, every, marks=pytest.mark.exhaustive)
+            for family, every in (("HERMES", 3), ("HERMES", 50), ("LLAMA", 1), ("LLAMA", 50), ("MISTRAL", 3))
+        ),
+    ],
+)
 def test_a_stream_emits_the_calls_of_the_response(marked_folder: Path, kit: Any, family: str, every: int) -> None:
     model = load(marked_folder, getattr(tool_templates, family))
     body = kit.chat("x", seed=5, tool_choice="required", n=2, **ONE)
