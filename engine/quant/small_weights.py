@@ -9,9 +9,6 @@ from torch import Tensor
 
 from engine.quant.weight import QWeight
 
-_CODES = {"int4": 8, "int8": 4}
-"""Of a word of four bytes, as kernels read them."""
-
 
 class SmallWeightKernel:
     """W4A16 and W8A16 in Triton (`engine.triton_kernels.small_weights`), factors of one level or two."""
@@ -29,8 +26,6 @@ class SmallWeightKernel:
 
 
 def multiplies_small(weight: QWeight) -> bool:
-    """Whether it is weight-only, and rows and groups are whole words of codes."""
-    if weight.form not in _CODES or weight.activations is not None:
-        return False
-    codes = _CODES[weight.form]
-    return weight.k % codes == 0 and (weight.groups == 1 or weight.group % codes == 0)
+    """Whether it is weight-only, and no pair of packed columns belongs to two groups."""
+    small = weight.form in ("int4", "int8") and weight.activations is None
+    return small and (weight.form == "int8" or weight.groups == 1 or weight.group % 2 == 0)

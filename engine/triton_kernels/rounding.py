@@ -24,14 +24,15 @@ def row_scale(largest, fixed, FIXED: tl.constexpr):  # type: ignore[no-untyped-d
     """A row's factor, of its largest size: that over 448, or the fixed one; NaN where the row is not finite."""
     if FIXED:
         scale = tl.where(largest < float("inf"), fixed, float("nan"))
-    else:
-        scale = tl.where(largest < float("inf"), largest / 448, float("nan"))
+    else:  # a GPU's own division is an estimate
+        scale = tl.where(largest < float("inf"), tl.div_rn(largest, 448.0), float("nan"))
     return scale
 
 
 @triton.jit
 def row_codes(each, scale, BY_HAND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The codes of float32 values; zeros where the scale is 0 or NaN."""
+    """The codes of float32 values; zeros where the scale is 0 or NaN. On a GPU the quotients are estimates of two units
+    in the last place: a value in the middle between two codes may take the other one."""
     code = each / tl.where(scale > 0, scale, 1.0)
     code = tl.where(scale > 0, tl.minimum(tl.maximum(code, -448.0), 448.0), 0.0)
     return to_e4m3(code, BY_HAND)

@@ -20,9 +20,9 @@ from engine.quant.weight import Factors, QWeight, TwoLevel
 MAX_ROWS = 128
 """Of a product that is computed from the small form."""
 
-_OUTS, _COLUMNS = 64, 128
-"""Rows of the weight that a program multiplies, and its columns in a turn of the loop: a product of the matrix units
-takes 16 words' columns. With more of these the compiler spills registers."""
+_OUTS, _COLUMNS = 64, 64
+"""Rows of the weight that a program multiplies, and its columns in a turn of the loop. With more of these the compiler
+spills registers."""
 
 _STAGES = {16: 6, 32: 5, 64: 4, MAX_ROWS: 3}
 """Rows of x that a program multiplies -> turns on their way (Triton's stages): thin batches wait for memory."""
@@ -33,7 +33,7 @@ _JOINED = 1024
 _SCRATCH_BYTES = 256 << 20
 """Of a dequantized weight, or of a part of it, that is multiplied at once."""
 
-_SPLIT_TURNS = 4
+_SPLIT_TURNS = 8
 """Minimum turns of a program's loop that are worth a second kernel."""
 
 _PROGRAMS = 4
@@ -74,85 +74,38 @@ def _factors(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _code(words, index: tl.constexpr, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 of each word's codes at an index, times a power of two, and its inverse. A GPU converts integers at a
-    quarter of its rate or less; put into the fraction of 2^23, where they stand, codes are a float at once."""
-    if PACKED:  # the fraction has 23 bits: five codes of a word, then three
-        place: tl.constexpr = 4 * (index % 5)
-        held = ((words if index < 5 else words >> 20) & 0xFFFFF) | 0x4B000000
-        each = held & ((15 << place) | 0x4B000000)
-        zero: tl.constexpr = 8388608.0
-    else:
-        place: tl.constexpr = 8 * (index % 2)
-        held = ((words if index < 2 else words >> 16) & 0xFFFF) | 0x4B000000
-        each = held & ((255 << place) | 0x4B000000)
-        zero: tl.constexpr = 8388608.0 + (128 << place)
-    return each.to(tl.float32, bitcast=True) - zero, 1.0 / (1 << place)
-
-
-@triton.jit
 def _weights(  # type: ignore[no-untyped-def]
     codes, scale, scale_step, low, low_step, n, outs, first,
     code_stride, scale_stride, scale_step_stride, low_stride, low_step_stride,
     K: tl.constexpr, GROUP: tl.constexpr, SCALE_PER: tl.constexpr, LOW_PER: tl.constexpr,
-    HAS_LOW: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr,
+    PACKED: tl.constexpr, HAS_LOW: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Words of the codes of COLUMNS columns from `first` on, of rows n, [OUTS, WORDS], and float32 factors and lowest
-    values of each word's columns (0 where there are none)."""
-    place = first // (COLUMNS // WORDS) + tl.arange(0, WORDS)
-    # A mask over columns would make the compiler read word by word.
+    """float32 weights of COLUMNS columns from `first` on, of rows n: where codes are PACKED, of the even columns and of
+    the odd ones, [OUTS, COLUMNS / 2] each; else [OUTS, COLUMNS], twice."""
+    BYTES: tl.constexpr = COLUMNS // 2 if PACKED else COLUMNS
+    place = (first // 2 if PACKED else first) + tl.arange(0, BYTES)
+    # A mask over columns would make the compiler read byte by byte.
     mask = outs[:, None]
     if not WHOLE:
-        mask = mask & (place * (COLUMNS // WORDS) < K)[None, :]
-    words = tl.load(codes + n[:, None] * code_stride + place[None, :], mask=mask, other=0)
-    if COLUMNS == 4 * WORDS:
-        words ^= -0x7F7F7F80  # codes of eight bits, from 0 on
-    factor = _factors(
+        mask = mask & (place * (COLUMNS // BYTES) < K)[None, :]
+    code = tl.load(codes + n[:, None] * code_stride + place[None, :], mask=mask, other=0)
+    s = _factors(
         scale, scale_step, n, outs, first, scale_stride, scale_step_stride,
-        K, GROUP, SCALE_PER, OUTS, COLUMNS, WORDS, WHOLE,
+        K, GROUP, SCALE_PER, OUTS, COLUMNS, BYTES, WHOLE,
     )  # fmt: skip
+    if PACKED:
+        even, odd = (code & 15).to(tl.float32) * s, (code >> 4).to(tl.float32) * s
+    else:
+        even = code.to(tl.float32) * s
+        odd = even
     if HAS_LOW:
         lowest = _factors(
             low, low_step, n, outs, first, low_stride, low_step_stride,
-            K, GROUP, LOW_PER, OUTS, COLUMNS, WORDS, WHOLE,
+            K, GROUP, LOW_PER, OUTS, COLUMNS, BYTES, WHOLE,
         )  # fmt: skip
-    else:
-        lowest = factor
-    return words, factor, lowest
-
-
-@triton.jit
-def _weight(  # type: ignore[no-untyped-def]
-    words, factor, lowest, index: tl.constexpr, PACKED: tl.constexpr, HAS_LOW: tl.constexpr, DTYPE: tl.constexpr
-):
-    """The weights [OUTS, WORDS] of each word's codes at an index, rounded once."""
-    code, step = _code(words, index, PACKED)
-    each = code * (factor * step)
-    if HAS_LOW:
-        each += lowest
-    return each.to(DTYPE)
-
-
-@triton.jit
-def _weight_pair(  # type: ignore[no-untyped-def]
-    words, factor, lowest, one: tl.constexpr, other: tl.constexpr,
-    PACKED: tl.constexpr, HAS_LOW: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """`_weight` at two indices, [OUTS, WORDS, 2]."""
-    first = _weight(words, factor, lowest, one, PACKED, HAS_LOW, DTYPE)
-    return tl.join(first, _weight(words, factor, lowest, other, PACKED, HAS_LOW, DTYPE))
-
-
-@triton.jit
-def _add_product(  # type: ignore[no-untyped-def]
-    sums, part, words, factor, lowest,
-    index: tl.constexpr, PACKED: tl.constexpr, HAS_LOW: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """sums + the product of the inputs that meet each word's codes at an index, [ROWS, WORDS]."""
-    weights = _weight(words, factor, lowest, index, PACKED, HAS_LOW, part.dtype)
-    if UPCAST:
-        part, weights = part.to(tl.float32), weights.to(tl.float32)
-    return tl.dot(part, tl.trans(weights), sums, input_precision="ieee")
+        even += lowest
+        odd += lowest
+    return even, odd
 
 
 @triton.jit(do_not_specialize=("T",))  # of a step: it would be compiled for 1, for multiples of 16, for others
@@ -161,17 +114,17 @@ def _small_weight_product(  # type: ignore[no-untyped-def]
     T, N, x_stride, code_stride, scale_stride, scale_step_stride, low_stride, low_step_stride,
     K: tl.constexpr, GROUP: tl.constexpr, SCALE_PER: tl.constexpr, LOW_PER: tl.constexpr,
     PACKED: tl.constexpr, HAS_LOW: tl.constexpr, HAS_BIAS: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr, UPCAST: tl.constexpr,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """y[T, N] = x[T, K] W^T + bias; a program computes OUTS columns of it, of at most ROWS rows, COLUMNS of K a turn.
 
     With SPLITS each program of the grid's second axis takes SPAN columns of K, and y is float32 [SPLITS, T, N] without
     bias. K is a constant of the kernel: the interpreter of Triton 3.6 takes no other as a loop's bound.
 
-    A word of four bytes holds eight PACKED codes, or four: a turn multiplies each word's first column, then its second.
+    Packed codes hold the even column in the lower half of a byte: a turn multiplies the even columns, then the odd.
     """
     WHOLE: tl.constexpr = SPAN * SPLITS == K and SPAN % COLUMNS == 0
-    t = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    t = tl.arange(0, ROWS)
     n = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     rows, outs = t < T, n < N
     x_rows = x + t.to(tl.int64)[:, None] * x_stride
@@ -179,38 +132,23 @@ def _small_weight_product(  # type: ignore[no-untyped-def]
     begin = tl.program_id(1) * SPAN
     for turn in range(0, SPAN, COLUMNS):
         first = begin + turn
-        words, factor, lowest = _weights(
+        even, odd = _weights(
             codes, scale, scale_step, low, low_step, n.to(tl.int64), outs, first,
             code_stride, scale_stride, scale_step_stride, low_stride, low_step_stride,
-            K, GROUP, SCALE_PER, LOW_PER, HAS_LOW, OUTS, COLUMNS, WORDS, WHOLE,
+            K, GROUP, SCALE_PER, LOW_PER, PACKED, HAS_LOW, OUTS, COLUMNS, WHOLE,
         )  # fmt: skip
         column = first + tl.arange(0, COLUMNS)
         mask = rows[:, None] if WHOLE else rows[:, None] & (column < K)[None, :]
         part = tl.load(x_rows + column[None, :], mask=mask, other=0)
+        even, odd = even.to(part.dtype), odd.to(part.dtype)
+        if UPCAST:
+            part, even, odd = part.to(tl.float32), even.to(tl.float32), odd.to(tl.float32)
         if PACKED:
-            even, odd = tl.split(tl.reshape(part, (ROWS, WORDS, 2, 2, 2)))
-            x04, x26 = tl.split(even)
-            x15, x37 = tl.split(odd)
-            x0, x4 = tl.split(x04)
-            x2, x6 = tl.split(x26)
-            x1, x5 = tl.split(x15)
-            x3, x7 = tl.split(x37)
-            sums = _add_product(sums, x0, words, factor, lowest, 0, PACKED, HAS_LOW, UPCAST)
-            sums = _add_product(sums, x1, words, factor, lowest, 1, PACKED, HAS_LOW, UPCAST)
-            sums = _add_product(sums, x2, words, factor, lowest, 2, PACKED, HAS_LOW, UPCAST)
-            sums = _add_product(sums, x3, words, factor, lowest, 3, PACKED, HAS_LOW, UPCAST)
-            sums = _add_product(sums, x4, words, factor, lowest, 4, PACKED, HAS_LOW, UPCAST)
-            sums = _add_product(sums, x5, words, factor, lowest, 5, PACKED, HAS_LOW, UPCAST)
-            sums = _add_product(sums, x6, words, factor, lowest, 6, PACKED, HAS_LOW, UPCAST)
-            sums = _add_product(sums, x7, words, factor, lowest, 7, PACKED, HAS_LOW, UPCAST)
+            left, right = tl.split(tl.reshape(part, (ROWS, COLUMNS // 2, 2)))
+            sums = tl.dot(left, tl.trans(even), sums, input_precision="ieee")
+            sums = tl.dot(right, tl.trans(odd), sums, input_precision="ieee")
         else:
-            even, odd = tl.split(tl.reshape(part, (ROWS, WORDS, 2, 2)))
-            x0, x2 = tl.split(even)
-            x1, x3 = tl.split(odd)
-            sums = _add_product(sums, x0, words, factor, lowest, 0, PACKED, HAS_LOW, UPCAST)
-            sums = _add_product(sums, x1, words, factor, lowest, 1, PACKED, HAS_LOW, UPCAST)
-            sums = _add_product(sums, x2, words, factor, lowest, 2, PACKED, HAS_LOW, UPCAST)
-            sums = _add_product(sums, x3, words, factor, lowest, 3, PACKED, HAS_LOW, UPCAST)
+            sums = tl.dot(part, tl.trans(even), sums, input_precision="ieee")
     if HAS_BIAS and SPLITS == 1:
         sums += tl.load(bias + n, mask=outs, other=0).to(tl.float32)[None, :]
     row = tl.program_id(1).to(tl.int64) * T + t
@@ -238,31 +176,21 @@ def _dequantize(  # type: ignore[no-untyped-def]
     codes, scale, scale_step, low, low_step, dense, first_row, N,
     code_stride, scale_stride, scale_step_stride, low_stride, low_step_stride,
     K: tl.constexpr, GROUP: tl.constexpr, SCALE_PER: tl.constexpr, LOW_PER: tl.constexpr,
-    PACKED: tl.constexpr, HAS_LOW: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    PACKED: tl.constexpr, HAS_LOW: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """dense[n - first_row, K] = the weight's rows n from `first_row` on; a program writes OUTS x COLUMNS of it."""
     row = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     n = first_row + row
     outs = n < N
     first = tl.program_id(1) * COLUMNS
-    words, factor, lowest = _weights(
+    even, odd = _weights(
         codes, scale, scale_step, low, low_step, n.to(tl.int64), outs, first,
         code_stride, scale_stride, scale_step_stride, low_stride, low_step_stride,
-        K, GROUP, SCALE_PER, LOW_PER, HAS_LOW, OUTS, COLUMNS, WORDS, WHOLE,
+        K, GROUP, SCALE_PER, LOW_PER, PACKED, HAS_LOW, OUTS, COLUMNS, WHOLE,
     )  # fmt: skip
-    dtype: tl.constexpr = dense.dtype.element_ty
-    if PACKED:
-        w04 = _weight_pair(words, factor, lowest, 0, 4, PACKED, HAS_LOW, dtype)
-        w26 = _weight_pair(words, factor, lowest, 2, 6, PACKED, HAS_LOW, dtype)
-        w15 = _weight_pair(words, factor, lowest, 1, 5, PACKED, HAS_LOW, dtype)
-        w37 = _weight_pair(words, factor, lowest, 3, 7, PACKED, HAS_LOW, dtype)
-        weights = tl.join(tl.join(w04, w26), tl.join(w15, w37))
-    else:
-        w02 = _weight_pair(words, factor, lowest, 0, 2, PACKED, HAS_LOW, dtype)
-        w13 = _weight_pair(words, factor, lowest, 1, 3, PACKED, HAS_LOW, dtype)
-        weights = tl.join(w02, w13)
-    weights = tl.reshape(weights, (OUTS, COLUMNS))
+    # Rounded before they are put together: half of the bytes change their threads.
+    even, odd = even.to(dense.dtype.element_ty), odd.to(dense.dtype.element_ty)
+    weights = tl.interleave(even, odd) if PACKED else even
     column = first + tl.arange(0, COLUMNS)
     mask = outs[:, None] if WHOLE else outs[:, None] & (column < K)[None, :]
     tl.store(dense + row.to(tl.int64)[:, None] * K + column[None, :], weights, mask=mask)
@@ -288,10 +216,8 @@ class SmallWeightProduct:
             "K": weight.k, "GROUP": _COLUMNS << 20 if weight.groups == 1 else weight.group,
             "SCALE_PER": scale_per, "LOW_PER": low_per, "PACKED": weight.form == "int4",
             "HAS_LOW": weight.low is not None, "OUTS": _OUTS, "COLUMNS": _COLUMNS,
-            "WORDS": _COLUMNS // (8 if weight.form == "int4" else 4),
         }  # fmt: skip
-        self._words = weight.codes.view(torch.int32)
-        parts = self._words, self._scale, self._scale_step, self._low, self._low_step
+        parts = weight.codes, self._scale, self._scale_step, self._low, self._low_step
         self._strides = tuple(part.stride(0) for part in parts)
         self._upcast = upcast
         device = weight.codes.device
@@ -314,12 +240,12 @@ class SmallWeightProduct:
         y = torch.empty(rows, weight.n, dtype=x.dtype, device=x.device)
         if not rows:
             return y
-        tile = next((tile for tile in _STAGES if rows <= tile), max(_STAGES))
+        tile = next(tile for tile in _STAGES if rows <= tile)
         splits = self._splits()
         parts = y if splits == 1 else torch.empty(splits, rows, weight.n, dtype=torch.float32, device=x.device)
         bias, has_bias = (y, False) if self._bias is None else (self._bias, True)
-        _small_weight_product[(triton.cdiv(weight.n, _OUTS), splits, triton.cdiv(rows, tile))](
-            x, self._words, self._scale, self._scale_step, self._low, self._low_step, bias, parts,
+        _small_weight_product[(triton.cdiv(weight.n, _OUTS), splits)](
+            x, weight.codes, self._scale, self._scale_step, self._low, self._low_step, bias, parts,
             rows, weight.n, x.stride(0), *self._strides, HAS_BIAS=has_bias, SPLITS=splits,
             SPAN=triton.cdiv(triton.cdiv(weight.k, splits), _COLUMNS) * _COLUMNS,
             ROWS=tile, UPCAST=self._upcast, num_stages=_STAGES[tile], **self._form,
@@ -347,7 +273,7 @@ class SmallWeightProduct:
         for first in range(0, weight.n, step):
             end = min(weight.n, first + step)
             _dequantize[(triton.cdiv(end - first, _OUTS), triton.cdiv(weight.k, _COLUMNS))](
-                self._words, self._scale, self._scale_step, self._low, self._low_step, dense, first, end,
+                weight.codes, self._scale, self._scale_step, self._low, self._low_step, dense, first, end,
                 *self._strides, WHOLE=weight.k % _COLUMNS == 0, **self._form,
             )  # fmt: skip
             parts.append(F.linear(x, dense[: end - first], None if bias is None else bias[first:end]))

@@ -37,9 +37,14 @@ def grouped(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return codes.view(torch.uint8).view(rows, -1)[:, :k].view(torch.float8_e4m3fn), scales.view(rows, -1)
 
 
-def same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
+def same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], x: Tensor, group: int) -> None:
+    """Equal factors and codes; a GPU may take the other code of a value in the middle between two."""
     assert torch.equal(got[1].cpu().nan_to_num(nan=-1), want[1].nan_to_num(nan=-1))
-    assert torch.equal(got[0].cpu().float(), want[0].float())
+    ours, theirs = got[0].cpu().float(), want[0].float()
+    other = ours != theirs
+    assert got[0].is_cuda or not other.any()
+    quotients = x.float() / want[1].repeat_interleave(group, 1)[:, : x.shape[1]]
+    torch.testing.assert_close(((ours + theirs) / 2)[other], quotients[other], rtol=1e-6, atol=0)
 
 
 def inputs(k: int, dtype: torch.dtype) -> Tensor:
@@ -61,14 +66,14 @@ def test_rows_are_quantized_as_by_torch(
 ) -> None:
     monkeypatch.setattr(fp8, "_MOST_COLUMNS", 64)  # a row takes turns
     x = inputs(150, dtype)
-    same(quantize_rows(x.to(device), scale, upcast), quantize_rows_fp8(x, scale))
+    same(quantize_rows(x.to(device), scale, upcast), quantize_rows_fp8(x, scale), x, 150)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", [32, 96, 128])
 def test_groups_are_quantized_as_by_torch(dtype: torch.dtype, group: int, device: torch.device, upcast: bool) -> None:
     x = inputs(300, dtype)
-    same(quantize_groups(x.to(device), group, upcast), grouped(x, group))
+    same(quantize_groups(x.to(device), group, upcast), grouped(x, group), x, group)
 
 
 def test_rounding_by_hand_is_torchs() -> None:
@@ -99,11 +104,12 @@ def test_a_product_of_groups(
     q = weight(n, k, group)
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).to(dtype)
     bias = torch.randn(n)
-    codes, scales = grouped(x, group)
+    codes, scales = (part.cpu() for part in quantize_groups(x.to(device), group, upcast))
     wanted = (codes.double() * scales.double().repeat_interleave(group, 1)[:, :k]) @ q.dequantize().double().t() + bias
     y = GroupedFp8Product(q.to(device), bias.to(device), upcast)(x.to(device))
     assert y.dtype == dtype
-    step = torch.finfo(dtype).eps
+    # A Hopper's matrix units keep 13 bits behind the point of a group's largest sum (DeepSeek-V3, section 3.3.2).
+    step = max(torch.finfo(dtype).eps, 2**-13 if device.type == "cuda" else 0)
     torch.testing.assert_close(
         y.cpu().double(), wanted, rtol=2 * step, atol=float(4 * step * wanted.abs().mean()) + 1e-4
     )

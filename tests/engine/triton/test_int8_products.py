@@ -60,7 +60,7 @@ def test_sums_are_scaled(dtype: torch.dtype, has_bias: bool, device: torch.devic
     torch.testing.assert_close(got.cpu(), want.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
 
 
-def test_a_product_takes_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_takes_three_launches(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[str] = []
 
     class Counted:
@@ -84,8 +84,8 @@ def test_a_product_takes_three_launches(monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("_quantize_rows", "_scale_sums"):
         monkeypatch.setattr(int8, name, Counted(name, getattr(int8, name)))
     made = torch.Generator().manual_seed(1)
-    linear = Int8Linear(torch.randn(24, 32, generator=made), torch.randn(24, generator=made))
-    x = torch.randn(3, 32, generator=made)
+    linear = Int8Linear(torch.randn(24, 32, generator=made).to(device), torch.randn(24, generator=made).to(device))
+    x = torch.randn(3, 32, generator=made).to(device)
     with Operations():
         got = linear._fused(x)
     assert launches == ["_quantize_rows", "_int_mm", "_scale_sums"]

@@ -41,10 +41,10 @@ WEIGHTS = {
     "int4, groups of 128": weight("int4", 96, 256, 128),
     "int4, groups of 32, zeros, and shapes that no tile divides": weight("int4", 77, 160, 32, symmetric=False),
     "int4, a factor a row": weight("int4", 64, 192, None),
-    "int4, columns that no turn divides": weight("int4", 40, 328, None),
+    "int4, an odd number of columns": weight("int4", 40, 63, None),
     "int4, two levels": two_levels(80, 512),
     "int8, groups of 16 (Q6_K)": weight("int8", 48, 272, 16),
-    "int8, a factor a row": weight("int8", 33, 132, None),
+    "int8, a factor a row": weight("int8", 33, 130, None),
 }
 DTYPES = (torch.bfloat16, *(pytest.param(other, marks=pytest.mark.slow) for other in (torch.float16, torch.float32)))
 
@@ -73,13 +73,12 @@ def test_thick_batches_take_larger_tiles_and_give_the_same(rows: int, device: to
     torch.testing.assert_close(y, x @ q.dequantize().t(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "form", ["int4, two levels", "int4, columns that no turn divides", "int8, groups of 16 (Q6_K)"]
-)
+@pytest.mark.parametrize("form", ["int4, two levels", "int4, an odd number of columns", "int8, groups of 16 (Q6_K)"])
 def test_programs_share_the_columns_of_few_outputs(
     form: str, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(small_weights, "_SPLIT_TURNS", 1)
+    monkeypatch.setattr(small_weights, "_COLUMNS", 32)
     q = WEIGHTS[form].to(device)
     x, bias = torch.randn(3, q.k, device=device), torch.randn(q.n, device=device)
     product = SmallWeightProduct(q, bias, upcast, processors=3)
@@ -100,14 +99,16 @@ def test_a_weight_is_split_as_far_as_a_device_has_room(device: torch.device) -> 
 def test_a_weight_of_many_rows_is_dequantized_once(
     form: str, dtype: torch.dtype, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each element exactly as torch would (the interpreter cuts further bits of bfloat16 off), some of its rows at a
-    time."""
+    """Each element as torch would, some of its rows at a time. The interpreter cuts further bits of bfloat16 off; a GPU
+    adds the lowest value to a product that it has not rounded."""
     q = WEIGHTS[form].to(device)
     monkeypatch.setattr(small_weights, "MAX_ROWS", 2)
     monkeypatch.setattr(small_weights, "_SCRATCH_BYTES", 40 * q.k * dtype.itemsize)
     got = SmallWeightProduct(q, None, upcast)(torch.eye(q.k, dtype=dtype, device=device))
-    cut = torch.finfo(dtype).eps if upcast and dtype == torch.bfloat16 else 0
-    torch.testing.assert_close(got.t(), q.dequantize(dtype), rtol=cut, atol=0)
+    step = torch.finfo(dtype).eps
+    cut = step if upcast and dtype == torch.bfloat16 else 0
+    fused = float(step * q.dequantize().abs().max()) if device.type == "cuda" else 0
+    torch.testing.assert_close(got.t(), q.dequantize(dtype), rtol=cut, atol=fused)
     bias = torch.randn(q.n, device=device)
     x = torch.randn(3, q.k, device=device)
     got = SmallWeightProduct(q, bias, upcast)(x)
@@ -124,15 +125,13 @@ def test_rows_that_lie_apart_and_no_rows_at_all(device: torch.device, upcast: bo
     q = WEIGHTS["int8, a factor a row"].to(device)
     wide = torch.randn(6, 200, device=device)
     product = SmallWeightProduct(q, None, upcast)
-    torch.testing.assert_close(product(wide[:, :132]), wide[:, :132] @ q.dequantize().t(), rtol=1e-4, atol=1e-4)
-    assert product(wide[:0, :132]).shape == (0, 33)
+    torch.testing.assert_close(product(wide[:, :130]), wide[:, :130] @ q.dequantize().t(), rtol=1e-4, atol=1e-4)
+    assert product(wide[:0, :130]).shape == (0, 33)
 
 
 def test_what_it_takes() -> None:
     assert all(multiplies_small(q) for q in WEIGHTS.values())
-    assert not multiplies_small(weight("int4", 8, 63, 21))  # a word would belong to two groups
-    assert not multiplies_small(weight("int4", 8, 60, None))  # and to two rows
-    assert not multiplies_small(weight("int8", 8, 36, 18))
+    assert not multiplies_small(weight("int4", 8, 63, 21))  # a byte would belong to two groups
     assert not multiplies_small(replace(WEIGHTS["int8, a factor a row"], activations=Activations("int8")))
     assert not multiplies_small(weight("fp8", 16, 32, None))
     assert not SmallWeightKernel().runs(WEIGHTS["int4, groups of 128"]), "a CPU has kernels of its own"
