@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +263,7 @@ def test_given_a_stop_when_it_comes_then_everything_is_logged_and_nothing_counts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [1, 2, 10, 22])
+@pytest.mark.parametrize("tokens", [1, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (2, 10)), 22])
 def test_given_a_row_that_kills_its_worker_when_tried_again_then_it_alone_fails(
     tokens: int, tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
 ) -> None:
@@ -305,9 +306,16 @@ def poisoned(model: LoadedModel, poison: int, tokens: int, world: World) -> Load
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "seconds", [0.75, 4.2, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (0.2, 2.1, 8.2))]
+    ("seconds", "interval"),
+    [
+        (0.75, 15.0),
+        (4.2, 1.0),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in ((0.75, 1.0), (4.2, 15.0), *product((0.2, 2.1, 8.2), (1.0, 15.0)))
+        ),
+    ],
 )
-@pytest.mark.parametrize("interval", [1.0, 15.0])
 def test_given_workers_that_are_killed_a_while_after_their_start_then_no_row_is_blamed(
     seconds: float, interval: float, tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
 ) -> None:
