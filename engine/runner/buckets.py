@@ -38,9 +38,12 @@ class GraphShape:
 
 
 def decode_sizes(max_size: int) -> list[int]:
-    """Return the row counts: each up to 2, then by 4 up to 8, by 8 up to 256, by 16 up to 512, by 32 beyond; and
+    """Return the row counts: each up to 2, then by 4 up to 8, by 8 up to 256, from there 16 to a doubling; and
     `max_size`."""
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, max_size + 1, 32)]
+    sizes, size = [1, 2, 4, *range(8, 256, 8)], 256
+    while size < max_size:
+        sizes += range(size, 2 * size, size // 16)
+        size *= 2
     return sorted({size for size in sizes if size < max_size} | {max_size})
 
 
@@ -66,7 +69,8 @@ class GraphBuckets:
         max_mixed = min(max_num_batched_tokens, max_tokens)
         self._decodes = [GraphShape(size, size, size, False) for size in decode_sizes(max_rows)]
         self._mixed = [
-            GraphShape(size, max_num_seqs + 1, min(max_num_seqs, size), True) for size in mixed_sizes(max_mixed)
+            GraphShape(size, min(max_num_seqs, size) + 1, min(max_num_seqs, size), True)
+            for size in mixed_sizes(max_mixed)
         ]
         self._decode_sizes = [shape.tokens for shape in self._decodes]
         self._mixed_sizes = [shape.tokens for shape in self._mixed]

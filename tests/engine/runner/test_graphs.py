@@ -211,7 +211,7 @@ def test_where_graphs_were_not_requested_an_engine_starts_without_them(
         make_graphs(EngineConfig(cuda_graphs=True), model, attention, 4, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("most", [1, 3, 8, 100, 128, 300, 1000])
+@pytest.mark.parametrize("most", [1, 3, 8, 100, 128, 300, 1000, 4096])
 def test_sizes_go_up_to_the_most_and_waste_little(most: int) -> None:
     for sizes in (decode_sizes(most), mixed_sizes(most)):
         assert sizes[-1] == most
@@ -220,12 +220,24 @@ def test_sizes_go_up_to_the_most_and_waste_little(most: int) -> None:
             assert size - below <= max(8, size / 4)
 
 
+def test_large_batches_have_sixteen_shapes_for_a_doubling() -> None:
+    for rows, count in ((256, 35), (1024, 67), (4096, 99)):
+        assert len(decode_sizes(rows)) == count
+    assert decode_sizes(4096)[-3:] == [3840, 3968, 4096]
+
+
 def test_the_smallest_shape_that_holds_a_step() -> None:
     buckets = GraphBuckets(20, 64, 40)
     assert buckets.pick(rows=3, num_tokens=3, num_decodes=3) == GraphShape(4, 4, 4, False)
     assert buckets.pick(rows=20, num_tokens=20, num_decodes=20) == GraphShape(20, 20, 20, False)
     assert buckets.pick(rows=3, num_tokens=17, num_decodes=2) == GraphShape(20, 21, 20, True)
     assert buckets.pick(rows=1, num_tokens=41, num_decodes=0) is None
+
+
+def test_a_mixed_shape_has_no_more_sequences_than_tokens_and_one_of_padding() -> None:
+    buckets = GraphBuckets(1024, 8192, 2048)
+    assert buckets.pick(rows=3, num_tokens=17, num_decodes=2) == GraphShape(20, 21, 20, True)
+    assert buckets.pick(rows=900, num_tokens=1800, num_decodes=2) == GraphShape(2048, 1025, 1024, True)
 
 
 def test_decoding_steps_of_any_number_of_rows_have_a_shape() -> None:
