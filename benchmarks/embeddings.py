@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=150, help="words")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--budget", type=int, default=ScheduleConfig().max_num_batched_tokens, help="tokens of a batch")
+    parser.add_argument("--budget", type=int, default=ScheduleConfig().tokens, help="tokens of a batch")
     parser.add_argument("--shared", action="store_true", help="note that others used the machine meanwhile")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

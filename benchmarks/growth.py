@@ -177,7 +177,7 @@ def grow_rows(args: argparse.Namespace) -> dict[str, Any]:
 def decode_at(engine: Engine, recorder: StepRecorder, context: int, batch: int, name: str) -> dict[str, Any]:
     """Time a step in which `batch` rows of about `context` tokens each compute one token; its steps are in "steps"."""
     chance = np.random.default_rng(SEED)
-    prefills = -(-batch * context // engine.config.schedule.max_num_batched_tokens)  # steps until all rows decode
+    prefills = -(-batch * context // engine.config.schedule.tokens)  # steps until all rows decode
     answer = min(DECODED + prefills, engine.max_model_len // 2)
     prompt_tokens = max(1, min(context - answer // 2, engine.max_model_len - answer))
     params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)

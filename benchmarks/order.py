@@ -160,7 +160,7 @@ def load(planned: PlannedJob, *, null: bool) -> LoadedModel:
     longest = describe_model(path).spec.max_position
     length = planned.config.cache.tokens_per_sequence or longest
     schedule, size = planned.config.schedule, planned.config.cache.block_size
-    blocks = max(-(-longest // size), schedule.max_num_seqs * length * 5 // (4 * size)) + 1
+    blocks = max(-(-longest // size), schedule.rows * length * 5 // (4 * size)) + 1
     return LoadedModel.without_weights(
         path, name="model", config=planned.config, num_blocks=blocks, digest=planned.pin.digest
     )
@@ -191,7 +191,7 @@ def run(
         "seconds": seconds,
         "output_tokens": output,
         "output_tokens_per_second": output / seconds,
-        **asdict(occupancy(steps, planned.config.schedule.max_num_seqs, steps[-1].ended)),
+        **asdict(occupancy(steps, planned.config.schedule.rows, steps[-1].ended)),
         "prompt_tokens": sum(table["prompt_tokens"].to_pylist()),
         "cached_tokens": cached,
         "best_cached_tokens": best,

@@ -72,19 +72,33 @@ class SloConfig:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """One step's limits.
+    """One step's limits. Its parts read `rows` and `tokens`.
 
     Attributes:
-        max_num_seqs: rows of the running batch.
-        max_num_batched_tokens: token budget of a step.
+        max_num_seqs: rows of the running batch; None: 128, and on CUDA chosen by the device and the model when an
+            engine is loaded (`engine.runner.step_size`).
+        max_num_batched_tokens: token budget of a step; None: 2,048, and on CUDA chosen likewise.
         max_chunk_tokens: maximum prompt tokens of one row in a step; None: the budget.
         slo: latency objectives of class 0; None: it goes first, and no work is held back for it.
+        needed_seqs: rows that the planned work can use; there are no more. None: it is not known.
     """
 
-    max_num_seqs: int = 128
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     max_chunk_tokens: int | None = None
     slo: SloConfig | None = None
+    needed_seqs: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the running batch."""
+        rows = 128 if self.max_num_seqs is None else self.max_num_seqs
+        return rows if self.needed_seqs is None else min(rows, self.needed_seqs)
+
+    @property
+    def tokens(self) -> int:
+        """The token budget of a step."""
+        return 2048 if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +146,7 @@ class EngineConfig:
         cuda_graphs: capture the forward passes of steps of some shapes when the engine starts; None: on CUDA, where
             model, attention and memory allow it. True: refuse to start where that is impossible.
         max_graph_tokens: maximum tokens of a step that uses a graph and doesn't only decode; larger ones take longer to
-            compute than to launch.
+            compute than to launch. None: 512, and on CUDA chosen with the size of a step.
     """
 
     own_models: bool = True
@@ -150,7 +164,12 @@ class EngineConfig:
     rank_timeout_seconds: float = 120.0
     async_scheduling: bool | None = None
     cuda_graphs: bool | None = None
-    max_graph_tokens: int = 512
+    max_graph_tokens: int | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+
+    @property
+    def graph_tokens(self) -> int:
+        """Maximum tokens of a step that uses a graph and doesn't only decode."""
+        return 512 if self.max_graph_tokens is None else self.max_graph_tokens

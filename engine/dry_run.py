@@ -58,7 +58,7 @@ class DryRun:
             rope_original_max=spec.rope_original_max,
         )
         self._end_token = spec.vocab_size  # no prompt holds it
-        self._ends_at = np.full(config.schedule.max_num_seqs, NEVER, dtype=np.int64)  # known tokens, by row
+        self._ends_at = np.full(config.schedule.rows, NEVER, dtype=np.int64)  # known tokens, by row
         # Layers that read those of others (`ModelSpec.reads`) are in no group, but attend.
         attending = [spec.windows[layer] for layer in spec.attending_layers]
         self._groups = [

@@ -33,12 +33,13 @@ from engine.request import Completion, PartialChoice, Request
 from engine.runner.async_loop import StepLoop, make_health_check
 from engine.runner.block_transfer import BlockTransfer
 from engine.runner.collect import CompletionCollector
-from engine.runner.device_memory import cache_budget, make_memory_release, measure
+from engine.runner.device_memory import cache_budget, choose_for_device, make_memory_release, measure
 from engine.runner.graphs import make_graphs
 from engine.runner.memory import plan_cache
 from engine.runner.null_runner import NullRunner
 from engine.runner.runner import AheadRunner, ModelRunner, StateReader, StepRunner
 from engine.runner.second_tier import SecondTier, check_second_tier, open_second_tier
+from engine.runner.step_size import fit_step_size
 from engine.runner.warm_up import compile_launches
 from engine.sampling.rows import check_params
 from engine.scheduler.latency import ClassStats, LatencyCounts
@@ -213,7 +214,7 @@ class Engine:
             self.scheduler.use_tier(second_tier.tier, second_tier.max_loads)
         self._runner = make_runner(self.scheduler)
         if config.speculation.method != "off":
-            lengths = make_draft_lengths(config.speculation, config.schedule.max_num_seqs)
+            lengths = make_draft_lengths(config.speculation, config.schedule.rows)
             proposer = (make_proposer or NgramProposer)(self.scheduler.rows)
             budget = TrialBudget() if config.speculation.method == "auto" else None
             self.scheduler.speculate(proposer, lengths, budget)
@@ -273,14 +274,23 @@ class Engine:
         draft = load_draft(config.speculation, spec, limit, load)
         head = load_eagle(config.speculation, model, limit, device)
         drafter = draft or head
-        cache = config.cache
-        if device.type == "cuda" and cache.memory_bytes is None and cache.num_blocks is None:
-            use = measure(model, config.schedule, device)
-            cache = replace(cache, memory_bytes=cache_budget(use, cache.gpu_memory_utilization))
-        groups = plan_cache(
-            spec, cache, config.schedule, limit, device, kv_dtype, None if drafter is None else drafter.spec,
-            native=native is not None,
-        )  # fmt: skip
+
+        def plan(config: EngineConfig) -> tuple[CacheGroup, ...]:
+            cache = config.cache
+            if device.type == "cuda" and cache.memory_bytes is None and cache.num_blocks is None:
+                use = measure(model, config.schedule, device)
+                cache = replace(cache, memory_bytes=cache_budget(use, cache.gpu_memory_utilization))
+            return plan_cache(
+                spec, cache, config.schedule, limit, device, kv_dtype, None if drafter is None else drafter.spec,
+                native=native is not None,
+            )  # fmt: skip
+
+        if device.type == "cuda":
+            make_memory_release(device)()
+            size = choose_for_device(config, spec, device, kv_dtype=kv_dtype)
+            config, groups = fit_step_size(config, size, plan)
+        else:
+            groups = plan(config)
         kv_kind = ElementKind.I8 if kv_dtype == "int8" else None
 
         def attend(layout: KVLayout) -> AttentionBackend:
@@ -288,7 +298,7 @@ class Engine:
 
         def compute(model: CausalModel, attention: AttentionBackend, rows: RowState) -> StepRunner:
             compile_launches(model, attention, device)
-            return ModelRunner(model, attention, rows, max_num_seqs=config.schedule.max_num_seqs, device=device)
+            return ModelRunner(model, attention, rows, max_num_seqs=config.schedule.rows, device=device)
 
         states = StateStorage(groups, spec.states, device) if spec.state_layers else None
         second_tier: SecondTier | None = None
@@ -297,7 +307,7 @@ class Engine:
             compile_launches(model, attention, device)
             graphs = make_graphs(config, model, attention, rows.block_tables[0].shape[1], device)
             return ModelRunner(
-                model, attention, rows, max_num_seqs=config.schedule.max_num_seqs, device=device, graphs=graphs,
+                model, attention, rows, max_num_seqs=config.schedule.rows, device=device, graphs=graphs,
                 states=states, blocks=None if second_tier is None else second_tier.blocks,
             )  # fmt: skip
 
@@ -307,13 +317,13 @@ class Engine:
         log_choice(attention, device)
         make_proposer: Callable[[RowState], Proposer] | None = None
         if draft is not None:
-            draft_state = DraftProposerState(draft, groups, block_size, config.schedule.max_num_batched_tokens)
+            draft_state = DraftProposerState(draft, groups, block_size, config.schedule.tokens)
             make_proposer = partial(draft_state.proposer, attend=attend, compute=compute)
         elif head is not None:
             eagle = HeadProposerState(head, groups, block_size, spec.vocab_size, resolve_max_drafts(config.speculation))
             make_proposer = partial(eagle.proposer, attend=attend)
         name = attention.name if native is None else f"{attention.name} ({native.name})"
-        if model_digest is not None and cache.tier_folder is not None:
+        if model_digest is not None and config.cache.tier_folder is not None:
             tensors = [attention.block_tensors(group) for group in range(len(attending))]
             tensors += [] if states is None else [states.block_tensors()]
             second_tier = open_second_tier(
@@ -342,11 +352,11 @@ class Engine:
         loaded = load_parallel(path, config, dtype, device, rank_group)
         # As on a CPU without native kernels: shared caches have the dtype of the model.
         _cache_dtype(config, config_kv_dtype(path), native=False, device=torch.device("cpu"))
-        model, schedule = loaded.model, config.schedule
+        config, model = loaded.config, loaded.model
 
         def compute(scheduler: Scheduler) -> StepRunner:
             runner = ModelRunner(
-                model, loaded.attention, scheduler.rows, max_num_seqs=schedule.max_num_seqs, device=loaded.device
+                model, loaded.attention, scheduler.rows, max_num_seqs=config.schedule.rows, device=loaded.device
             )
             return LeaderRunner(runner, loaded.rank_group)
 
@@ -440,7 +450,7 @@ class Engine:
     @property
     def max_num_seqs(self) -> int:
         """Rows of the running batch."""
-        return self.config.schedule.max_num_seqs
+        return self.config.schedule.rows
 
     @property
     def num_waiting(self) -> int:

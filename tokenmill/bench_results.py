@@ -31,6 +31,7 @@ class MeasuredSpeed:
         step_sizes: (computed positions, seconds of such a step, less the terms below); empty: not measured.
         logit, read, pair: seconds; see `StepTimes`.
         cache_bytes: available for a KV cache there; None: not known.
+        step_rows, step_tokens: of a step that `run` chooses there without options; None: those of a CPU.
         engine: that computed it (`ModelPin.engine`).  engine_options: of vLLM, see `options_key`.
     """
 
@@ -49,6 +50,8 @@ class MeasuredSpeed:
     read: float = 0.0
     pair: float = 0.0
     cache_bytes: int | None = None
+    step_rows: int | None = None
+    step_tokens: int | None = None
     engine: str = "tokenmill"
     engine_options: str = ""
 

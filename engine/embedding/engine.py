@@ -180,7 +180,7 @@ class EncoderEngine:
         begun, started = time.perf_counter(), self.clock()
         self._ended += [self._end(late, FinishReason.TIMEOUT) for late in self._waiting.take_late(started)]
         schedule = self.config.schedule
-        batch = self._waiting.take(schedule.max_num_batched_tokens, schedule.max_num_seqs)
+        batch = self._waiting.take(schedule.tokens, schedule.rows)
         if not batch:
             return self.take_ended()
         try:

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.attention import AttentionBackend, AttentionBatch, AttentionStep, KVLayout, make_backend
 from engine.attention.native import NativeAttention
 from engine.config import CacheConfig, EngineConfig
-from engine.errors import EngineError, OutOfMemory
+from engine.errors import EngineError, EngineLost, OutOfMemory
 from engine.expert_load import ExpertLoad
 from engine.logs import get_logger
 from engine.models.base import Attend, LayerCache, ModelSpec
@@ -40,9 +40,10 @@ from engine.parallel.messages import (
 )
 from engine.parallel.rank_group import RankGroupProcesses
 from engine.plan import BlockCopy, CacheGroup, StepOutput, StepPlan
-from engine.runner.device_memory import MemoryUse, cache_budget, measure
+from engine.runner.device_memory import MemoryUse, cache_budget, choose_for_device, measure
 from engine.runner.memory import available_bytes, plan_cache
 from engine.runner.runner import StepRunner
+from engine.runner.step_size import fit_step_size
 
 logger = get_logger(__name__)
 
@@ -166,12 +167,13 @@ class ParallelModel:
     """A model that is loaded on all ranks.
 
     Attributes:
-        groups: of the allocated cache.  limit: maximum tokens of a sequence.  device: the leader's.
-        rank_group: of the ranks.
+        config: the settings, with the size of a step.  groups: of the allocated cache.
+        limit: maximum tokens of a sequence.  device: the leader's.  rank_group: of the ranks.
     """
 
     model: LeaderModel
     attention: LeaderAttention
+    config: EngineConfig
     groups: tuple[CacheGroup, ...]
     limit: int
     device: torch.device
@@ -250,25 +252,32 @@ def load_parallel(
 def _load(path: Path, config: EngineConfig, dtype: torch.dtype, rank_group: RankGroupProcesses) -> ParallelModel:
     own, loaded = _load_shares(path, config, dtype, rank_group)
     spec = own.spec
-    limit = spec.context(config.max_model_len)
-    cache = config.cache
-    if rank_group.group.device.type == "cuda" and cache.memory_bytes is None and cache.num_blocks is None:
-        cache = _left_by(_measured(own, config, rank_group), cache)
+    limit, device = spec.context(config.max_model_len), rank_group.group.device
+    available = [one.available for one in loaded]
+
+    def plan(config: EngineConfig) -> tuple[CacheGroup, ...]:
+        cache = config.cache
+        if device.type == "cuda" and cache.memory_bytes is None and cache.num_blocks is None:
+            cache = _left_by(_measured(own, config, rank_group), cache)
+        else:
+            cache = _of_each(cache, available, rank_group)
+        return plan_cache(spec, cache, config.schedule, limit, device)
+
+    if device.type == "cuda":
+        size = choose_for_device(config, spec, device, min(available), ranks=rank_group.size)
+        config, groups = fit_step_size(config, size, plan)
     else:
-        cache = _of_each(cache, [one.available for one in loaded], rank_group)
-    groups = plan_cache(spec, cache, config.schedule, limit, rank_group.group.device)
+        groups = plan(config)
     rank_group.send(MakeCache(groups, config.cache.block_size, config.attention))
     try:
         layout = KVLayout.of(spec, groups, config.cache.block_size)
-        attention = make_backend(config.attention, layout, dtype, rank_group.group.device)
+        attention = make_backend(config.attention, layout, dtype, device)
     finally:
         answers = rank_group.receive_all()
     _check(answers)
     model = LeaderModel(own, rank_group, own.whole, [one.resident for one in loaded])
     logger.info("ranks are loaded", ranks=rank_group.size, resident_mib=[size >> 20 for size in model.resident])
-    return ParallelModel(
-        model, LeaderAttention(attention, rank_group), groups, limit, rank_group.group.device, rank_group
-    )
+    return ParallelModel(model, LeaderAttention(attention, rank_group), config, groups, limit, device, rank_group)
 
 
 def _load_shares(
@@ -292,12 +301,19 @@ def _load_shares(
 
 
 def _measured(own: RankDecoder, config: EngineConfig, rank_group: RankGroupProcesses) -> list[MemoryUse]:
-    """Measure the memory of the largest step on each rank's device; all ranks compute it collectively."""
+    """Measure the memory of the largest step on each rank's device; all ranks compute it collectively.
+
+    Raises:
+        EngineLost: a rank ran out of memory, and has ended with that.
+    """
     with rank_group.collective():
         rank_group.send(Measure(config.schedule))
         mine = measure(own, config.schedule, rank_group.group.device)
     answers = rank_group.receive_all()
-    _check(answers)
+    try:
+        _check(answers)
+    except OutOfMemory as error:
+        raise EngineLost(str(error)) from error
     return [mine, *(answer.use for answer in answers if isinstance(answer, MeasuredMemory))]
 
 

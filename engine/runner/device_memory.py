@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import ScheduleConfig
+from engine.config import EngineConfig, KVDType, ScheduleConfig
 from engine.errors import OutOfMemory
 from engine.logs import get_logger
 from engine.models.base import CausalModel, LayerCache, ModelSpec, RoutedModel
 from engine.request import Request, SamplingParams
 from engine.runner.memory import available_bytes
+from engine.runner.step_size import STEP_SECONDS, StepSize, choose_step_size
 from engine.sampling.sampler import Sampler
 from engine.states import NO_SLOT, Segments, StateOperator, empty_states
 
@@ -64,6 +65,36 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f}"
 
 
+def choose_for_device(
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: torch.device,
+    free_bytes: int | None = None,
+    *,
+    kv_dtype: KVDType = "auto",
+    ranks: int = 1,
+) -> StepSize:
+    """Choose the size of a step on this CUDA device (`choose_step_size`): where tokens of streams have an objective, it
+    takes no longer than that, so that the first steps with a stream are in time, too.
+
+    Args:
+        spec: of the model, or of a rank's share of it.
+        free_bytes: of the device beside the weights; None: what is free now. On several ranks: of the one with the
+            least.
+        ranks: devices that share the model.
+    """
+    cache, slo = config.cache, config.schedule.slo
+    free, total = torch.cuda.mem_get_info(device)
+    free = free if free_bytes is None else free_bytes
+    given = None if cache.memory_bytes is None else cache.memory_bytes // ranks
+    usable = int(free - (1 - cache.gpu_memory_utilization) * total)
+    return choose_step_size(
+        spec, total, usable - (given or 0), given, capability=torch.cuda.get_device_capability(device),
+        step_seconds=STEP_SECONDS if slo is None else slo.itl_seconds, kv_dtype=kv_dtype,
+        sequence_tokens=cache.tokens_per_sequence, ranks=ranks,
+    )  # fmt: skip
+
+
 def make_memory_release(device: torch.device) -> Callable[[], None]:
     """Return a function that releases the allocator's cached memory to the device, which removes fragmentation."""
     return torch.cuda.empty_cache if device.type == "cuda" else lambda: None
@@ -94,8 +125,8 @@ class AttendToNothing:
 
 def largest_step(model: CausalModel, schedule: ScheduleConfig, device: torch.device) -> None:
     """Compute a step of the maximum size of this schedule and discard the result."""
-    tokens = schedule.max_num_batched_tokens
-    rows = np.arange(min(schedule.max_num_seqs, tokens), dtype=np.int32)
+    tokens = schedule.tokens
+    rows = np.arange(min(schedule.rows, tokens), dtype=np.int32)
     sampler = Sampler(len(rows), model.spec.vocab_size, model.spec.eos_token_ids, device)
     request = Request("largest step", np.zeros(1, dtype=np.int32), SamplingParams(top_k=50, top_p=0.9))
     for row in rows.tolist():
@@ -127,7 +158,7 @@ def measure(model: CausalModel, schedule: ScheduleConfig, device: torch.device) 
         largest_step(model, schedule, device)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
-            f"a step of {schedule.max_num_batched_tokens} tokens and {schedule.max_num_seqs} rows does not fit the "
+            f"a step of {schedule.tokens} tokens and {schedule.rows} rows does not fit the "
             f"memory of {device} beside the weights; lower max_num_batched_tokens or max_num_seqs: {error}"
         ) from error
     torch.cuda.synchronize(device)
@@ -136,5 +167,5 @@ def measure(model: CausalModel, schedule: ScheduleConfig, device: torch.device) 
     # Libraries have loaded their kernels by now, which takes memory outside the allocator.
     free, _ = torch.cuda.mem_get_info(device)
     outside = max(outside, total - free - torch.cuda.memory_reserved(device))
-    logger.info("the largest step was run", tokens=schedule.max_num_batched_tokens, peak_gib=_gib(use.peak))
+    logger.info("the largest step was run", tokens=schedule.tokens, rows=schedule.rows, peak_gib=_gib(use.peak))
     return MemoryUse(total, outside, use.peak)

@@ -185,8 +185,8 @@ def make_graphs(
         OutOfMemory: they are required and do not fit.
         ValueError: `max_graph_tokens` is below 1.
     """
-    if config.max_graph_tokens < 1:
-        raise ValueError(f"EngineConfig.max_graph_tokens is {config.max_graph_tokens}, but must be 1 or more")
+    if config.graph_tokens < 1:
+        raise ValueError(f"EngineConfig.max_graph_tokens is {config.graph_tokens}, but must be 1 or more")
     if config.cuda_graphs is False or (config.cuda_graphs is None and device.type != "cuda"):
         return None
     recorder, reason = make_recorder(device), None
@@ -202,7 +202,7 @@ def make_graphs(
         logger.info("steps are launched without graphs", reason=reason)
         return None
     schedule = config.schedule
-    buckets = GraphBuckets(schedule.max_num_seqs, schedule.max_num_batched_tokens, config.max_graph_tokens)
+    buckets = GraphBuckets(schedule.rows, schedule.tokens, config.graph_tokens)
     try:
         return Graphs(model, attention, buckets, table_width, recorder, device)
     except EngineError as error:

@@ -76,6 +76,16 @@ def block_bytes(
     return sum(tokens) * block_size
 
 
+def sequence_bytes(spec: ModelSpec, tokens: int, kv_dtype: KVDType = "auto") -> int:
+    """Return the bytes of a sequence of so many tokens in the cache of a device; of states, those of three blocks."""
+    keys = sum(
+        min(tokens, window or tokens) * layer_token_bytes(spec, layer, kv_dtype)
+        for window, layers in spec.window_layers.items()
+        for layer in layers
+    )
+    return keys + 3 * sum(shape.nbytes for layer in spec.state_layers for shape in spec.states[layer])
+
+
 @dataclass(frozen=True, slots=True)
 class _GroupNeed:
     """One group without its number of blocks, bytes of a block, and blocks of a typical and of the longest sequence."""
@@ -104,7 +114,7 @@ def plan_cache(
         OutOfMemory: not even one sequence of `max_model_len` tokens fits.
     """
     typical = min(max_model_len, cache.tokens_per_sequence or TYPICAL_TOKENS)
-    chunk = min(schedule.max_chunk_tokens or schedule.max_num_batched_tokens, schedule.max_num_batched_tokens)
+    chunk = min(schedule.max_chunk_tokens or schedule.tokens, schedule.tokens)
     needs = []
     for window, layers in spec.window_layers.items():
         group = CacheGroup(layers, window, 0)
@@ -159,7 +169,7 @@ def _counts(
             f"{budget / 2**20:.0f} MiB may be used; lower max_model_len or give the cache more memory"
         )
     sequence_bytes = sum(need.typical * need.block_bytes for need in needs)
-    running = schedule.max_num_seqs if cache.sequences is None else min(schedule.max_num_seqs, cache.sequences)
+    running = schedule.rows if cache.sequences is None else min(schedule.rows, cache.sequences)
     sequences = min(budget / sequence_bytes, max(1, running) * (1 + PREFIX_ROOM))
     counts = [max(need.longest, int(sequences * need.typical)) for need in needs]
     excess = sum(count * need.block_bytes for count, need in zip(counts, needs, strict=True)) - budget

@@ -114,15 +114,15 @@ class Scheduler:
             value = getattr(config, name)
             if value is not None and value < 1:
                 raise ValueError(f"ScheduleConfig.{name} is {value}, but must be 1 or more")
-        budget = config.max_num_batched_tokens
-        self.rows = RowState(config.max_num_seqs, max_model_len, block_size, len(groups))
+        budget = config.tokens
+        self.rows = RowState(config.rows, max_model_len, block_size, len(groups))
         self._max_model_len = max_model_len
         self._cache = CacheTables(groups, self.rows, prefix_caching=prefix_caching, digest=digest)
-        self._stops = StopTable(config.max_num_seqs, eos_token_ids)
+        self._stops = StopTable(config.rows, eos_token_ids)
         self._batch = RunningBatch(self.rows, self._cache, self._stops)
         self._lengths = LengthEstimator()
         self._demand = BlockDemand(self._cache, min(budget, config.max_chunk_tokens or budget), max_model_len)
-        self._waiting = WaitingQueue(self._cache, self._lengths, rope_original_max, config.max_num_seqs)
+        self._waiting = WaitingQueue(self._cache, self._lengths, rope_original_max, config.rows)
         self._latencies = Latencies(self._batch)
         self._slo = None if config.slo is None else SloController(config.slo, self._batch, budget)
         self._budget = TokenBudget(budget)

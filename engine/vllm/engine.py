@@ -46,7 +46,7 @@ from engine.vllm.requests import (
     sampling_params,
     token_logprobs,
 )
-from engine.vllm.settings import check_model, engine_arguments
+from engine.vllm.settings import check_model, engine_arguments, rows_without_lane
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -60,7 +60,7 @@ class VLLMEngine:
 
     Attributes:
         max_model_len: tokens of one sequence.  vocab_size, end_token_ids, hidden_size: of the model.
-        max_num_seqs: rows of the classes behind the first.
+        max_num_seqs: rows of the classes behind the first.  max_num_batched_tokens: of a step.
         prefix_caching: it has a prefix cache.
         pools: it returns pooled hidden states and generates nothing; else the other way round.
         config, options: the engine's settings and vLLM's own, as given.  dtype: of the computation.
@@ -86,18 +86,19 @@ class VLLMEngine:
         self.architecture: str = model.architectures[0]
         self.end_token_ids = end_token_ids
         self.pools: bool = model.runner_type == "pooling"
-        self.max_num_seqs = config.schedule.max_num_seqs
+        scheduling = llm.vllm_config.scheduler_config
+        self.max_num_seqs = rows_without_lane(scheduling.max_num_seqs)
+        self.max_num_batched_tokens: int = scheduling.max_num_batched_tokens
         self.block_size: int = cache.block_size
         self.prefix_caching: bool = bool(cache.enable_prefix_caching)
         self._blocks: int = cache.num_gpu_blocks or 0
         self._llm = llm
         self._recorder = recorder
         on_cpu = llm.vllm_config.device_config.device_type == "cpu"
-        budget = config.schedule.max_num_batched_tokens
         self._handover = Handover(
-            llm.vllm_config.scheduler_config.max_num_seqs,
+            scheduling.max_num_seqs,
             self.max_num_seqs,
-            budget if on_cpu else None,
+            config.schedule.tokens if on_cpu else None,
             prefix_caching=self.prefix_caching,
         )
         self._open: dict[str, OpenRequest] = {}
@@ -133,10 +134,11 @@ class VLLMEngine:
         check_model(path, config, options)
         try:
             from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - the package is optional
+            from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
             from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
         except ImportError as error:
             raise UnsupportedModel(f"vLLM can't be imported: {error}; see docs/vllm.md") from error
-        arguments = engine_arguments(str(path), config, options, pools=pools)
+        arguments = engine_arguments(str(path), config, options, pools=pools, on_cpu=device.type == "cpu")
         arguments["dtype"] = str(resolve_dtype(config.dtype, device)).removeprefix("torch.")
         if device.type == "cpu":
             arguments["enforce_eager"] = options.get("enforce_eager", True)  # compiling takes minutes and gains little
@@ -148,7 +150,12 @@ class VLLMEngine:
         try:
             if device.type == "cpu" and not pools:
                 arguments |= _whole_prompts(arguments)
-            llm = LLMEngine.from_engine_args(EngineArgs(**arguments), stat_loggers=[recorder])
+            # vLLM's own choice of a step's size on a GPU depends on it.
+            usage = UsageContext.LLM_CLASS if config.schedule.slo is None else UsageContext.OPENAI_API_SERVER
+            llm = LLMEngine.from_engine_args(
+                EngineArgs(**arguments), stat_loggers=[recorder],
+                usage_context=UsageContext.ENGINE_CONTEXT if device.type == "cpu" else usage,
+            )  # fmt: skip
         except MemoryError as error:
             raise OutOfMemory(f"{path} does not fit: {error}") from error
         except Exception as error:

@@ -117,8 +117,11 @@ def check_model(path: Path, config: EngineConfig, options: Mapping[str, Any]) ->
             raise InvalidOption(f"vLLM has no option {name}; its options are those of 'vllm serve --help'")
 
 
-def engine_arguments(path: str, config: EngineConfig, options: Mapping[str, Any], *, pools: bool) -> dict[str, Any]:
-    """The arguments of `EngineArgs` for the model at `path`."""
+def engine_arguments(
+    path: str, config: EngineConfig, options: Mapping[str, Any], *, pools: bool, on_cpu: bool
+) -> dict[str, Any]:
+    """The arguments of `EngineArgs` for the model at `path`. On a GPU vLLM chooses the size of a step where the
+    settings don't give it."""
     cache, schedule = config.cache, config.schedule
     arguments: dict[str, Any] = {
         "model": path,
@@ -132,8 +135,8 @@ def engine_arguments(path: str, config: EngineConfig, options: Mapping[str, Any]
         "generation_config": "vllm",
         "scheduling_policy": "priority",
         "enable_prefix_caching": cache.prefix_caching and not pools,
-        "max_num_seqs": schedule.max_num_seqs + min(schedule.max_num_seqs, LANE_ROWS),
-        "max_num_batched_tokens": None if pools else schedule.max_num_batched_tokens,
+        "max_num_seqs": schedule.rows + min(schedule.rows, LANE_ROWS),
+        "max_num_batched_tokens": None if pools else schedule.tokens,
         "tensor_parallel_size": config.tensor_parallel,
         "gpu_memory_utilization": cache.gpu_memory_utilization,
         "kv_cache_memory_bytes": cache.memory_bytes,
@@ -148,9 +151,17 @@ def engine_arguments(path: str, config: EngineConfig, options: Mapping[str, Any]
         "enable_expert_parallel": config.expert_parallel or None,
     }
     arguments |= {name: value for name, value in given.items() if value is not None}
+    if not on_cpu:
+        chosen = {name: None for name in ("max_num_seqs", "max_num_batched_tokens") if getattr(schedule, name) is None}
+        arguments |= chosen
     if not pools:
         arguments |= {"max_logprobs": -1, "structured_outputs_config": {"backend": "guidance"}}
     return arguments | dict(options)
+
+
+def rows_without_lane(rows: int) -> int:
+    """The rows of the classes behind the first, of all `rows` of vLLM."""
+    return max(rows - LANE_ROWS, rows // 2)
 
 
 def _refused(config: EngineConfig) -> tuple[tuple[bool, str, str], ...]:
@@ -174,7 +185,7 @@ def _refused(config: EngineConfig) -> tuple[tuple[bool, str, str], ...]:
         (config.instruction_set != "auto", "TOKENMILL_INSTRUCTION_SET", "vLLM chooses it"),
         (config.attention != "auto", "TOKENMILL_ATTENTION", "give --engine-option attention_backend=…"),
         (
-            config.max_graph_tokens != EngineConfig().max_graph_tokens,
+            config.max_graph_tokens is not None,
             "TOKENMILL_GPU__MAX_GRAPH_TOKENS",
             "give --engine-option max_cudagraph_capture_size=…",
         ),

@@ -146,7 +146,8 @@ class GpuOptions(BaseModel):
             weights and the largest step leave of it.
         cuda_graphs: record the forward passes of small steps at the engine's start, which takes seconds and saves
             launches; None: where model and attention allow it. True: refuse to start where they don't.
-        max_graph_tokens: most tokens of a recorded step that doesn't only decode.
+        max_graph_tokens: most tokens of a recorded step that doesn't only decode; None: 512, and more for models below
+            a billion parameters.
         async_scheduling: plan a step while the previous one is computed; None: on a CUDA device.
     """
 
@@ -154,7 +155,7 @@ class GpuOptions(BaseModel):
 
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     cuda_graphs: bool | None = None
-    max_graph_tokens: Positive = 512
+    max_graph_tokens: Positive | None = None
     async_scheduling: bool | None = None
 
 

@@ -43,13 +43,14 @@ def bench(
 
     The result is remembered, and 'tokenmill estimate' uses it. For a workload file of your own, time 'tokenmill run'.
     """
-    from engine.engine import Engine
+    from engine.engine import Engine, resolve_device, resolve_dtype
+    from engine.models.load import describe_shape
     from tokenmill import bench_results
     from tokenmill.config import job_options
     from tokenmill.config.engine_choice import choose_engines
     from tokenmill.config.engine_options import engine_options
     from tokenmill.local import bench as measure
-    from tokenmill.local.dry_run import cache_bytes
+    from tokenmill.local.dry_run import cache_bytes, sized
     from tokenmill.processes.logging import log_to_stderr
     from workers.model.loaded_model import dtype_name, model_digest, model_path
 
@@ -71,6 +72,9 @@ def bench(
     output.say("measuring scheduler and pipeline")
     results = [measure.scheduler()]
     rows_per_second = measure.pipeline(chosen, rows)
+    spec, _ = describe_shape(path, dtype=resolve_dtype(dtype, resolve_device("auto")))
+    unsized = replace(config, schedule=replace(config.schedule, max_num_seqs=None))
+    schedule = sized(unsized, spec, path).schedule  # before the engine takes the memory
     output.say(f"loading {chosen.name}")
     engine = Engine.load(path, replace(config, own_models=chosen.engine != "transformers"))
     works = []
@@ -92,6 +96,8 @@ def bench(
         quantization=quantize,
         kv_dtype=kv_dtype,
         cache_bytes=cache_bytes(engine),
+        step_rows=schedule.max_num_seqs,
+        step_tokens=schedule.max_num_batched_tokens,
         step_sizes=tuple(sorted(times.by_tokens.items())),
         logit=times.logit,
         read=times.read,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -38,11 +37,6 @@ if TYPE_CHECKING:
     from tokenmill.bench_results import MeasuredSpeed
     from tokenmill.config.engine_options import EngineOptions
     from workers.shards.dry_run import DryRunResult
-
-_DENSE = 2.0
-"""Bytes of a weight in 16 bits."""
-_AT_LOAD: Mapping[str, float] = {"dense": _DENSE, "int8": 1.0, "int8-weight-only": 1.0, "fp8": 1.0, "int4": 0.5}
-"""What `--quantize` makes of a weight, in bytes, without its factors."""
 
 DEVICES = ("b200", "h200", "h100", "a100", "l40s", "a10g", "l4", "t4")
 """The names in `pipeline.planner.estimates.capacity.HARDWARE`, whose import would slow down --help."""
@@ -122,6 +116,7 @@ def estimate(
     from tokenmill.config import job_options
     from tokenmill.config.engine_choice import choose_engine
     from tokenmill.config.engine_options import engine_options
+    from tokenmill.local.dry_run import bytes_per_parameter
     from workers.model.generation_config import sampling_defaults
     from workers.model.loaded_model import dtype_name, model_digest, model_path
 
@@ -163,9 +158,12 @@ def estimate(
         times.append(_as_measured(dry_runs, options, speed, "this machine", prices.here(), num_workers))
     for file in measured_there or []:
         there = _measured_there(file, model_digest(path))
-        its = replace(options, kv_cache_bytes=there.cache_bytes)
+        its = replace(
+            options, kv_cache_bytes=there.cache_bytes, max_num_seqs=there.step_rows,
+            max_num_batched_tokens=there.step_tokens,
+        )  # fmt: skip
         times.append(_as_measured(dry_runs, its, there, there.machine, prices.given(), num_workers))
-    width = _bytes_per_parameter(path, spec, quantize)
+    width = bytes_per_parameter(path, spec, quantize)
     times += [_lower_bound(amount, spec, width, name, prices.of_device(name), num_workers) for name in hardware or []]
     if as_json:
         output.print_json({**asdict(amount), "workers": num_workers, "times": times})
@@ -236,7 +234,7 @@ class _DryRuns:
         its whole part."""
         from tokenmill.local.dry_run import dry_run, engine_config
 
-        key = workers, options.kv_cache_bytes
+        key = workers, options.kv_cache_bytes, options.max_num_seqs, options.max_num_batched_tokens
         if key not in self._made:
             tables, whole = self._sample.shards(workers)
             config = engine_config(self.planned, options, alone=workers == 1)
@@ -307,15 +305,6 @@ def _as_measured(
     seconds = estimate_worker_seconds(made.steps, made.waiting, made.progress, speed.times, whole)
     basis = f"measured {speed.measured_at}, {output.arithmetic(speed)}, batch {speed.batch}"
     return _entry(dry_runs.amount(options), on, seconds, price, workers, basis)
-
-
-def _bytes_per_parameter(path: Path, spec: ModelSpec, quantize: Quantize) -> float:
-    """Of the weights as they are computed with: quantized at load, or at most as large as they are stored."""
-    from engine.models.load import stored_bytes
-
-    if (width := _AT_LOAD.get(quantize)) is not None:
-        return width
-    return min(_DENSE, stored_bytes(path) / spec.num_parameters)
 
 
 def _lower_bound(

@@ -243,8 +243,16 @@ ThinkingTokenBudget = Annotated[
     int | None,
     typer.Option(min=0, help="Most tokens of a thought, for requests without thinking_token_budget. Default: any."),
 ]
-MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Sequences computed at once.")]
-MaxNumBatchedTokens = Annotated[int, typer.Option(min=1, help="Tokens computed in a step.")]
+MaxNumSeqs = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Sequences computed at once. Default: 128; on a GPU chosen by its memory and the model, to 4,096."
+    ),
+]
+MaxNumBatchedTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens computed in a step. Default: 2,048; on a GPU chosen likewise, to 16,384."),
+]
 KvCacheMemory = Annotated[
     int | None,
     typer.Option(

@@ -38,8 +38,8 @@ class EngineOptions:
     dtype: DType = "auto"
     device: Device = "auto"
     threads: int | None = None
-    max_num_seqs: int = ScheduleConfig().max_num_seqs
-    max_num_batched_tokens: int = ScheduleConfig().max_num_batched_tokens
+    max_num_seqs: int | None = None  # as in ScheduleConfig
+    max_num_batched_tokens: int | None = None
     kv_cache_bytes: int | None = None
     kv_cache_dir: Path | None = None
     kv_cache_dir_bytes: int = CacheConfig().tier_bytes
@@ -92,9 +92,7 @@ class EngineOptions:
                 tier_folder=None if self.kv_cache_dir is None else str(self.kv_cache_dir),
                 tier_bytes=self.kv_cache_dir_bytes,
             ),
-            schedule=ScheduleConfig(
-                min(self.max_num_seqs, rows or self.max_num_seqs), self.max_num_batched_tokens, slo=self.slo
-            ),
+            schedule=ScheduleConfig(self.max_num_seqs, self.max_num_batched_tokens, slo=self.slo, needed_seqs=rows),
             speculation=self._speculation(),
         )
 
@@ -126,8 +124,8 @@ def engine_options(
     dtype: DType = "auto",
     device: Device = "auto",
     threads: int | None = None,
-    max_num_seqs: int = ScheduleConfig().max_num_seqs,
-    max_num_batched_tokens: int = ScheduleConfig().max_num_batched_tokens,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
     kv_cache_memory: int | None = None,
     kv_cache_dir: Path | None = None,
     kv_cache_dir_size: int | None = None,

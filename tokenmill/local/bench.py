@@ -248,7 +248,7 @@ def _without_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) ->
     """A loaded model that answers at once, behind the real tokenizer."""
     config = plan.engine.config()
     length = (tokens_per_sequence(segments) or 1) * 2
-    blocks = config.schedule.max_num_seqs * length // config.cache.block_size
+    blocks = config.schedule.rows * length // config.cache.block_size
     return LoadedModel.without_weights(
         Path(pin.source), name=pin.name, config=config, num_blocks=blocks, digest=pin.digest
     )

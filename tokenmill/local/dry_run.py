@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Quantize
 from engine.dry_run import DryRun
 from engine.engine import Engine, resolve_device, resolve_dtype
 from engine.errors import OutOfMemory
 from engine.models.base import ModelSpec
 from engine.models.encoders.settings import embedding_settings
-from engine.models.load import describe_shape
+from engine.models.load import describe_shape, stored_bytes
 from engine.plan import CacheGroup
+from engine.runner.device_memory import choose_for_device
 from engine.runner.memory import available_bytes, block_bytes, plan_cache
+from engine.runner.step_size import with_step_size
 from pipeline.adapters.system_clock import SystemClock
 from pipeline.planner import InputEstimate
 from pipeline.worker_client.ports import ShardWork
@@ -27,6 +30,11 @@ from workers.shards.dry_run import DryRunResult, ShardDryRun
 from workers.shards.shard_reader import ShardReader
 
 ENOUGH_BYTES = 1 << 60
+
+_DENSE = 2.0
+"""Bytes of a weight in 16 bits."""
+_AT_LOAD: Mapping[str, float] = {"dense": _DENSE, "int8": 1.0, "int8-weight-only": 1.0, "fp8": 1.0, "int4": 0.5}
+"""What `--quantize` makes of a weight, in bytes, without its factors."""
 
 
 def cache_groups(spec: ModelSpec, config: EngineConfig, limit: int) -> tuple[CacheGroup, ...]:
@@ -53,6 +61,23 @@ def cache_bytes(engine: Engine) -> int:
     return int(share * (available_bytes(device) + held))
 
 
+def sized(config: EngineConfig, spec: ModelSpec, path: Path) -> EngineConfig:
+    """The settings with the size of a step that loading the model at `path` would choose here, if it fits."""
+    device = resolve_device(config.device)
+    if device.type != "cuda":
+        return config
+    weights = int(spec.num_parameters * bytes_per_parameter(path, spec, config.quantize)) // config.tensor_parallel
+    free = available_bytes(device) - weights
+    return with_step_size(config, choose_for_device(config, spec, device, free, ranks=config.tensor_parallel))
+
+
+def bytes_per_parameter(path: Path, spec: ModelSpec, quantize: Quantize) -> float:
+    """Of the weights as they are computed with: quantized at load, or at most as large as they are stored."""
+    if (width := _AT_LOAD.get(quantize)) is not None:
+        return width
+    return min(_DENSE, stored_bytes(path) / spec.num_parameters)
+
+
 def engine_config(amount: InputEstimate, options: EngineOptions, *, alone: bool) -> EngineConfig:
     """The engine's settings of `run`, which depend on the job (`alone`), or of a worker."""
     if not alone or amount.segments > 1 or not amount.sequences:
@@ -68,6 +93,7 @@ def dry_run(job: Job, tables: list[pa.Table], path: Path, config: EngineConfig) 
     pin = job.models[0]
     dtype = resolve_dtype(pin.dtype, resolve_device(config.device))
     spec, _ = describe_shape(path, dtype=dtype)
+    config = sized(config, spec, path)
     groups = cache_groups(spec, config, min(config.max_model_len or spec.max_position, spec.max_position))
     stand_in = replace(config, dtype=pin.dtype)
     enough = -(-spec.max_position // config.cache.block_size) + 1  # it computes nothing
@@ -82,4 +108,4 @@ def dry_run(job: Job, tables: list[pa.Table], path: Path, config: EngineConfig) 
         for number, table in enumerate(tables)
     )
     engine = DryRun(config, spec, groups)
-    return ShardDryRun(ShardReader(model), engine, config.schedule.max_num_seqs).run(works)
+    return ShardDryRun(ShardReader(model), engine, config.schedule.rows).run(works)

@@ -416,7 +416,7 @@ def engine_facts(engine: Engine | EncoderEngine) -> dict[str, Fact]:
         "kv_cache_dir": config.cache.tier_folder,
         "max_model_len": engine.max_model_len,
         "max_num_seqs": engine.max_num_seqs,
-        "max_num_batched_tokens": config.schedule.max_num_batched_tokens,
+        "max_num_batched_tokens": config.schedule.tokens,
         "speculate": config.speculation.method,
         "draft_model": config.speculation.draft_model,
         **{f"weight_bytes_{form}": size for form, size in engine.weight_bytes.items()},
@@ -436,7 +436,7 @@ def vllm_facts(engine: VLLMEngine) -> dict[str, Fact]:
         "prefix_caching": engine.prefix_caching,
         "max_model_len": engine.max_model_len,
         "max_num_seqs": engine.max_num_seqs,
-        "max_num_batched_tokens": config.schedule.max_num_batched_tokens,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
         "options": json.dumps(dict(engine.options), sort_keys=True),
         "resumed_rows": "greedy ones go on as they were, up to rounding; sampled ones draw on with vLLM's own numbers",
     }

@@ -14,6 +14,7 @@ from engine.models.base import ModelSpec
 from engine.plan import StepOutput, StepPlan
 from engine.request import Completion, FinishReason, Request, SamplingParams
 from engine.runner.null_runner import NullRunner
+from engine.runner.step_size import FAST_FLOPS, STEP_SECONDS, choose_step_size
 from engine.scheduler.slo_control import MIN_CHUNK_TOKENS, Limit, Quantile, SloStats
 
 BASE, PER_TOKEN = 0.005, 0.001
@@ -120,6 +121,24 @@ def machine_with_bulk_work(slo: SloConfig | None, rows: int = 80) -> SimulatedMa
         machine.step()
     machine.bulk_tokens = 0
     return machine
+
+
+def test_steps_of_a_device_are_sized_so_that_a_first_stream_is_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the controller has measured anything: with bulk work of any size, on an H100 with a model of 8B."""
+    monkeypatch.setattr(f"{__name__}.BASE", 0.008)
+    monkeypatch.setattr(f"{__name__}.PER_TOKEN", 2 * 8e9 / FAST_FLOPS)
+    model = ModelSpec("llama", 32, 32, 8, 128, 4096, 128_256, 8_192, (None,) * 32, (2,), 8_030_000_000, torch.bfloat16)
+    for slo, is_late in ((SloConfig(), False), (None, True)):
+        seconds = STEP_SECONDS if slo is None else slo.itl_seconds
+        size = choose_step_size(model, 79 << 30, 56 << 30, step_seconds=seconds)
+        machine = SimulatedMachine(slo, size.rows, size.tokens)
+        for i in range(40):
+            machine.add(make_request(f"bulk{i}", 3_000, 50, 2))
+        machine.step()
+        stream(machine, "reader", 30)
+        assert max(plan.num_tokens for plan in machine.plans) == size.tokens
+        assert (max(machine.gaps["reader"]) > 0.1) == is_late
+        assert machine.firsts["reader"] < 1.0
 
 
 def stream(machine: SimulatedMachine, name: str, tokens: int, prompt: int = 8) -> None:

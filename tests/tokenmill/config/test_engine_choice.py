@@ -16,7 +16,7 @@ import pytest
 from engine import Engine, EngineConfig, Request, SamplingParams, as_token_ids
 from engine.errors import UnsupportedModel
 from engine.models.load import describe_shape
-from engine.vllm.settings import InvalidOption, engine_arguments, parse_options, pinned_options
+from engine.vllm.settings import InvalidOption, engine_arguments, parse_options, pinned_options, rows_without_lane
 from schemas.models import ModelPin
 from schemas.settings.settings import load_settings
 from tokenmill.cli import main
@@ -237,8 +237,24 @@ def test_options_come_from_the_command_and_the_settings(monkeypatch: pytest.Monk
 def test_experts_are_distributed_by_either_engine() -> None:
     made = engine_options(load_settings(), device="cpu", tensor_parallel=2, expert_parallel=True).config()
     assert (made.tensor_parallel, made.expert_parallel) == (2, True)
-    assert engine_arguments("model", made, {}, pools=False)["enable_expert_parallel"] is True
-    assert "enable_expert_parallel" not in engine_arguments("model", EngineConfig(), {}, pools=False)
+    assert engine_arguments("model", made, {}, pools=False, on_cpu=True)["enable_expert_parallel"] is True
+    assert "enable_expert_parallel" not in engine_arguments("model", EngineConfig(), {}, pools=False, on_cpu=True)
+
+
+@pytest.mark.parametrize("pools", [False, True])
+def test_vllm_chooses_the_size_of_a_step_on_a_gpu_where_none_is_given(pools: bool) -> None:
+    """On a CPU it is that of the other engine; rows for interactive requests are added."""
+
+    def sizes(config: EngineConfig, *, on_cpu: bool) -> tuple[int | None, int | None]:
+        arguments = engine_arguments("model", config, {}, pools=pools, on_cpu=on_cpu)
+        return arguments["max_num_seqs"], arguments["max_num_batched_tokens"]
+
+    given = engine_options(load_settings(), device="cpu", max_num_seqs=40, max_num_batched_tokens=512).config()
+    assert sizes(EngineConfig(), on_cpu=True) == (192, None if pools else 2048)
+    assert sizes(EngineConfig(), on_cpu=False) == (None, None)
+    for on_cpu in (True, False):
+        assert sizes(given, on_cpu=on_cpu) == (80, None if pools else 512)
+    assert [rows_without_lane(rows + min(rows, 64)) for rows in (1, 40, 64, 65, 960)] == [1, 40, 64, 65, 960]
 
 
 @pytest.mark.parametrize(

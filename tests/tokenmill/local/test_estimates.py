@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from engine.models.load import describe_shape
 from pipeline.planner.estimates import sample
+from tests.engine.runner.fake_cuda import compiler, fake_cuda
 from tokenmill.bench_results import MeasuredSpeed
+from tokenmill.config.engine_options import EngineOptions
+from tokenmill.local.dry_run import sized
 from workers.model.loaded_model import model_digest
 
 pytestmark = pytest.mark.slow
@@ -106,6 +111,42 @@ def test_given_a_small_cache_elsewhere_when_estimated_then_recomputation_takes_t
             estimated(tokenmill, path, model_folder, "--measured", folder / "speed.json")["times"][0]["seconds"]
         )
     assert np.isfinite(took).all(), "one that could not even load the model is taken for one that can"
+
+
+def test_given_a_device_elsewhere_when_estimated_then_its_steps_have_the_size_that_is_chosen_there(
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
+) -> None:
+    path = write_lines(*(chat(f"r{n}", text=str(n), max_tokens=40, ignore_eos=True) for n in range(400)))
+    speed = MeasuredSpeed(
+        model_digest(model_folder), "float32", 1, "far away", "2026-01-01", 1e3, 100.0, 8,
+        step_sizes=((1, 0.01), (2048, 0.01)),
+    )  # fmt: skip
+    took = {}
+    for rows, tokens in ((None, None), (512, 16384), (32, None), (512, 256)):
+        (folder / "speed.json").write_text(json.dumps(asdict(speed) | {"step_rows": rows, "step_tokens": tokens}))
+        (there,) = estimated(tokenmill, path, model_folder, "--measured", folder / "speed.json")["times"]
+        took[rows, tokens] = there["seconds"]
+    assert took[512, 16384] < took[None, None] / 2 < took[32, None] / 4
+    assert took[512, 16384] < took[512, 256]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real device")
+@pytest.mark.skipif(compiler() is None, reason="NOT TESTED HERE: a fake CUDA device; there is no C++ compiler")
+def test_given_a_device_here_when_a_job_is_rehearsed_then_with_the_size_that_loading_would_choose(
+    model_folder: Path,
+) -> None:
+    with fake_cuda(triton=False):
+        spec, _ = describe_shape(model_folder)
+        config = sized(EngineOptions().config(100, 400, rows=96), spec, model_folder)
+        assert (config.schedule.rows, config.schedule.tokens) == (96, 16384)
+        large = replace(spec, num_layers=32, windows=(None,) * 32, num_parameters=8_000_000_000, hidden_size=4096)
+        config = sized(EngineOptions(quantize="int4").config(), large, model_folder)
+        assert (config.schedule.tokens, config.graph_tokens) == (8192, 512)
+        larger = replace(large, num_parameters=130_000_000_000, num_active_parameters=8_000_000_000)
+        config = sized(EngineOptions(quantize="int4", max_num_seqs=500).config(), larger, model_folder)
+        assert (config.schedule.rows, config.schedule.tokens) == (500, 4096), "61 of 80 GiB are weights"
+    config = EngineOptions().config()
+    assert sized(config, spec, model_folder) == config
 
 
 def test_given_measured_rates_only_when_steps_are_estimated_then_they_take_the_measured_time() -> None:

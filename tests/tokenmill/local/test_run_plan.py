@@ -39,8 +39,8 @@ def test_no_more_rows_than_the_work_fills_until_the_longest_answer_ends(tmp_path
     # then 20,500 tokens in 1,000 steps need 20.5 rows, and with the margin two tiles.
     rows = rows_at_once(plan(tmp_path, bodies))
     assert rows == 32
-    assert EngineOptions().config(rows=rows).schedule.max_num_seqs == 32
-    assert EngineOptions(max_num_seqs=8).config(rows=rows).schedule.max_num_seqs == 8
+    assert EngineOptions().config(rows=rows).schedule.rows == 32
+    assert EngineOptions(max_num_seqs=8).config(rows=rows).schedule.rows == 8
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_no_more_rows_than_the_work_fills_until_the_longest_answer_ends(tmp_path
 def test_an_answer_that_may_end_early_limits_nothing(tmp_path: Path, longest: dict[str, Any]) -> None:
     rows = rows_at_once(plan(tmp_path, [longest, *({"max_tokens": 50} for _ in range(9))]))
     assert rows is None
-    assert EngineOptions().config(rows=rows).schedule.max_num_seqs == 128
+    assert EngineOptions().config(rows=rows).schedule.rows == 128
 
 
 def test_an_answer_lasts_at_least_its_min_tokens(tmp_path: Path) -> None:
