@@ -19,7 +19,7 @@ from benchmarks.gpu.context import synchronize
 _ROWS = 25
 
 KINDS = (
-    ("attention", ("attend_tiles", "join_splits", "flash", "fmha", "attention")),
+    ("attention", ("attend_tiles", "attend_shared", "join_splits", "flash", "fmha", "attention")),
     ("cache writes", ("store_tokens", "reshape_and_cache", "index_copy")),
     ("products", ("gemm", "matmul", "cutlass", "nvjet", "addmm", "scaled_mm", "linear", "::mm", "xmma", "sm90")),
     ("copies", ("memcpy", "memset", "copy_", "fill_")),

@@ -167,6 +167,31 @@ class CapturableAttention(Protocol):
         ...
 
 
+@runtime_checkable
+class SharingAttention(CapturableAttention, Protocol):
+    """A backend that can read once what decoding sequences begin with together.
+
+    `prepare` does so where it pays. A reserved step does so if it was reserved for it: others launch less.
+    """
+
+    @property
+    def can_share(self) -> bool:
+        """Whether any step may share: there are layers that see all keys."""
+        ...
+
+    def find_shared(self, batch: AttentionBatch) -> Any | None:
+        """Return which sequences share what; None: to read it together does not pay."""
+        ...
+
+    def reserve_shared(self, tokens: int, sequences: int, decodes: int, mixed: bool, table_width: int) -> Any:
+        """As `reserve`, for `refill_shared`."""
+        ...
+
+    def refill_shared(self, step: Any, batch: AttentionBatch, shared: Any | None) -> None:
+        """As `refill`, with what `find_shared` returned for this batch."""
+        ...
+
+
 WARM_UP_TOKENS = 2
 """Of a step that only compiles kernels. Not one: strides of a single token are not those of any number."""
 

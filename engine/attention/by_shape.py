@@ -12,7 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionBatch, CapturableAttention, CompiledAttention, KVLayout
+from engine.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    CapturableAttention,
+    CompiledAttention,
+    KVLayout,
+    SharingAttention,
+)
 from engine.models.base import LayerCache
 from engine.plan import BlockCopy
 
@@ -93,8 +100,30 @@ class CapturableByShape(AttentionByShape):
             _capturable(part.backend).refill(own, part.batch(batch))
 
 
-class CompiledByShape(CapturableByShape):
-    """One whose backends are all `CompiledAttention`, too."""
+class SharingByShape(CapturableByShape):
+    """One whose backends are all `SharingAttention` and `CompiledAttention`."""
+
+    @property
+    def can_share(self) -> bool:
+        """See `SharingAttention.can_share`."""
+        return any(_sharing(part.backend).can_share for part in self._parts)
+
+    def find_shared(self, batch: AttentionBatch) -> tuple[Any, ...] | None:
+        """See `SharingAttention.find_shared`."""
+        found = tuple(_sharing(part.backend).find_shared(part.batch(batch)) for part in self._parts)
+        return None if all(own is None for own in found) else found
+
+    def reserve_shared(
+        self, tokens: int, sequences: int, decodes: int, mixed: bool, table_width: int
+    ) -> tuple[Any, ...]:
+        """See `SharingAttention.reserve_shared`."""
+        sizes = tokens, sequences, decodes, mixed, table_width
+        return tuple(_sharing(part.backend).reserve_shared(*sizes) for part in self._parts)
+
+    def refill_shared(self, step: tuple[Any, ...], batch: AttentionBatch, shared: tuple[Any, ...]) -> None:
+        """See `SharingAttention.refill_shared`."""
+        for part, own, found in zip(self._parts, step, shared, strict=True):
+            _sharing(part.backend).refill_shared(own, part.batch(batch), found)
 
     def warm_up_step(self) -> tuple[Any, ...]:
         """See `CompiledAttention.warm_up_step`."""
@@ -109,10 +138,15 @@ def attention_by_shape(layout: KVLayout, make: Callable[[KVLayout], AttentionBac
         own = tuple(layout.groups[index] for index in groups)
         part = replace(layout, groups=own, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, shapes=())
         parts.append(_Part(make(part), groups))
-    for kind, of in ((CompiledAttention, CompiledByShape), (CapturableAttention, CapturableByShape)):
+    for kind, of in ((SharingAttention, SharingByShape), (CapturableAttention, CapturableByShape)):
         if all(isinstance(part.backend, kind) for part in parts):
             return of(layout, parts)
     return AttentionByShape(layout, parts)
+
+
+def _sharing(backend: AttentionBackend) -> SharingAttention:
+    assert isinstance(backend, SharingAttention)
+    return backend
 
 
 def _capturable(backend: AttentionBackend) -> CapturableAttention:

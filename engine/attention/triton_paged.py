@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,11 +13,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import WARM_UP_TOKENS, AttentionBatch, KVLayout
+from engine.attention.shared_prefixes import SharedPrefix, shared_prefixes
 from engine.attention.storage import KVStorage
 from engine.errors import EngineError
 from engine.models.base import LayerCache
 from engine.plan import BlockCopy
-from engine.triton_kernels.attention import attend_tiles, join_splits, store_tokens, store_tokens_scaled
+from engine.triton_kernels.attention import (
+    attend_shared,
+    attend_tiles,
+    join_splits,
+    store_tokens,
+    store_tokens_scaled,
+)
 
 FP8 = torch.float8_e4m3fn
 
@@ -26,6 +33,10 @@ MOST_COLUMNS, LEAST_COLUMNS = 64, 16
 
 FP8_DECODE_COLUMNS, FP8_DECODE_STAGES = 128, 5
 """Of decoding with a float8 cache, whose keys have half the bytes: as many bytes as with bfloat16 are on their way."""
+
+FP8_SHARED_COLUMNS, FLOAT32_SHARED_WARPS = 32, 8
+"""Of a program over keys that sequences share, with a float8 cache and in float32: with more columns or fewer warps the
+compiler spills registers."""
 
 LEAST_SHARED = 64 << 10
 """Bytes of shared memory of a program on every device that Triton supports."""
@@ -55,14 +66,39 @@ SPLIT_KEYS = 256
 DECODE_PROGRAMS, CHUNK_PROGRAMS = 4, 2
 """Of a multiprocessor, that splitting aims at: as many fit Hopper's."""
 
+LAUNCHES_BYTES = 16 << 20
+"""Bytes of a layer that sharing prefixes must save at least: what a Hopper reads in the 4 microseconds that two more
+launches take."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries and keys of a program per iteration, and the iterations that are on their way (Triton's stages)."""
+    """Queries and keys of a program per iteration, the iterations that are on their way (Triton's stages), and the
+    program's warps."""
 
     queries: int
     columns: int
     stages: int = 3
+    warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTiles:
+    """A launch for the keys that decoding sequences begin with together.
+
+    Attributes:
+        keys: int32 [B], of each sequence, that this launch takes; 0: none.
+        rows: int32 [tiles * queries], the sequences of each tile; -1: none.
+        tile_keys: int32 [tiles], that its sequences share; 0: an unused tile.
+        splits: programs that share the keys of each tile.
+        group: of the cache.
+    """
+
+    keys: Tensor
+    rows: Tensor
+    tile_keys: Tensor
+    splits: int
+    group: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +108,7 @@ class Tiles:
     Attributes:
         first_token, tokens: the rows of q that belong to these sequences.
         splits: programs that share the keys of each tile.
+        shared: keys that another launch takes; None: there are none.
     """
 
     sequences: Tensor
@@ -80,15 +117,16 @@ class Tiles:
     tokens: int
     tile: Tile
     splits: int
+    shared: SharedTiles | None = None
 
     @property
     def count(self) -> int:
         return len(self.sequences)
 
     @property
-    def shape(self) -> tuple[Tile, bool]:
-        """What a kernel is compiled for: the tile, and whether its keys are split."""
-        return self.tile, self.splits > 1
+    def shape(self) -> tuple[Tile, bool, bool]:
+        """What a kernel is compiled for: the tile, whether its sums are parts, and whether some keys are shared."""
+        return self.tile, self.splits > 1 or self.shared is not None, self.shared is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +205,12 @@ class TritonPagedAttention:
         self._item = dtype.itemsize
         while self._chunk_queries > self._decode_queries and not self._fits(self._chunk_queries, LEAST_COLUMNS):
             self._chunk_queries //= 2
-        self._decode_tile, self._chunk_tile = self._tiles()
+        self._decode_tile, self._chunk_tile, self._shared_tile = self._tiles()
+        whole = (index for index, group in enumerate(layout.groups) if group.window is None)
+        self._shared_group = next(whole, None) if self._chunk_queries > 1 else None
+        stored = layout.head_dim + (0 if layout.latent_dim else layout.value_dim)
+        self._token_bytes = layout.num_kv_heads * stored * self._item  # of a layer
+        self._part_bytes = 2 * 4 * layout.num_kv_heads * self._sharing * layout.value_dim  # written and read
         self._tables: tuple[Tensor, ...] = ()  # of reserved steps, which are read one after the other
 
     @property
@@ -175,16 +218,27 @@ class TritonPagedAttention:
         """Of the cache."""
         return len(self.storage.layout.groups)
 
+    @property
+    def can_share(self) -> bool:
+        """See `SharingAttention.can_share`; not where a program takes the heads of one sequence alone."""
+        return self._shared_group is not None
+
     def prepare(self, batch: AttentionBatch) -> TritonStep:
         decodes = batch.num_decodes
         tiles = [(_arange(decodes), np.zeros(decodes, np.int32)), self._chunk_tiles(batch)]
         parts = [*_ranges(batch), *batch.block_tables, *(part for pair in tiles for part in pair)]
+        longest = int(batch.starts[:decodes].max(initial=0)) + 1
+        prefixes = self.find_shared(batch)
+        if prefixes is not None:
+            parts += self._shared_tiles(prefixes, len(batch.starts))
+            longest = int((batch.starts[:decodes] + 1 - parts[-3][:decodes]).max())
         starts, counts, begins, *rest = self._carry(parts)
         slots, tables, at = _cut(rest, self.num_groups)
         launches = []
         if decodes:
-            splits = self._splits(decodes, int(batch.starts[:decodes].max()) + 1, DECODE_PROGRAMS)
-            launches.append(Tiles(at[0], at[1], 0, decodes, self._decode_tile, splits))
+            shared = None if prefixes is None else self._share(at[4:], decodes, int(parts[-1].max()))
+            splits = self._splits(decodes, longest, DECODE_PROGRAMS)
+            launches.append(Tiles(at[0], at[1], 0, decodes, self._decode_tile, splits, shared))
         if chunks := len(at[2]):
             splits = self._splits(chunks, int((batch.starts + batch.counts)[decodes:].max()), CHUNK_PROGRAMS)
             tokens = int(batch.counts[decodes:].sum())
@@ -203,6 +257,15 @@ class TritonPagedAttention:
             mixed: sequences may have more than one token.
             table_width: entries of a whole block table.
         """
+        return self._reserve(tokens, sequences, decodes, mixed, table_width, shared=False)
+
+    def reserve_shared(self, tokens: int, sequences: int, decodes: int, mixed: bool, table_width: int) -> TritonStep:
+        """As `reserve`, for steps whose prefixes are shared."""
+        return self._reserve(tokens, sequences, decodes, mixed, table_width, shared=self.can_share)
+
+    def _reserve(
+        self, tokens: int, sequences: int, decodes: int, mixed: bool, table_width: int, *, shared: bool
+    ) -> TritonStep:
         if not self._tables or len(self._tables[0]) < sequences or self._tables[0].shape[1] != table_width:
             shape = (sequences, table_width)
             self._tables = tuple(
@@ -211,36 +274,69 @@ class TritonPagedAttention:
         # A chunk has two tokens or more, and leaves at most one tile that is not full.
         chunks = tokens // self._chunk_queries + min(sequences, tokens // 2) if mixed else 0
         sizes = [*[sequences] * 3, *[tokens] * self.num_groups, decodes, decodes, chunks, chunks]
+        most_shared = max(1, decodes // 2)  # tiles: each has two sequences or more
+        sizes += [sequences, most_shared * self._chunk_queries, most_shared] if shared else []
         buffer = torch.zeros(sum(sizes), dtype=torch.int32, device=self._device)
         starts, counts, begins, *rest = torch.split(buffer, sizes)
         slots, at = tuple(rest[: self.num_groups]), rest[self.num_groups :]
-        splits = self._splits(decodes, table_width * self.storage.layout.block_size, DECODE_PROGRAMS)
-        launches = [Tiles(at[0], at[1], 0, decodes, self._decode_tile, splits)]
+        longest = table_width * self.storage.layout.block_size
+        splits = self._splits(decodes, longest, DECODE_PROGRAMS)
+        together = self._share(at[4:], decodes, longest) if shared else None
+        launches = [Tiles(at[0], at[1], 0, decodes, self._decode_tile, splits, together)]
         if chunks:
             launches.append(Tiles(at[2], at[3], 0, tokens, self._chunk_tile, 1))
         tables = tuple(table[:sequences] for table in self._tables)
         return TritonStep(starts, counts, begins, tables, slots, tuple(launches), buffer)
 
-    def launch_shapes(self) -> list[tuple[Tile, bool]]:
+    def find_shared(self, batch: AttentionBatch) -> list[SharedPrefix] | None:
+        """Return decoding sequences whose first keys are to be read together; None: that saves too little.
+
+        Each sequence has one part of its sums more, which is written and read, and one for what it shares.
+        """
+        group, decodes = self._shared_group, batch.num_decodes
+        if group is None or decodes < 2:
+            return None
+        size = self.storage.layout.block_size
+        found = shared_prefixes(batch.block_tables[group][:decodes], (batch.starts[:decodes] + 1) // size)
+        saved = [
+            (len(rows) - 1) * blocks * size * self._token_bytes - len(rows) * self._part_bytes for rows, blocks in found
+        ]
+        paying = [prefix for prefix, each in zip(found, saved, strict=True) if each > 0]
+        all_saved = sum(each for each in saved if each > 0)
+        return paying if paying and all_saved >= decodes * self._part_bytes + LAUNCHES_BYTES else None
+
+    def launch_shapes(self) -> list[tuple[Tile, bool, bool]]:
         """Return all that `Tiles.shape` may be."""
-        return [(tile, split) for tile in (self._decode_tile, self._chunk_tile) for split in (False, True)]
+        shapes = [(tile, split, False) for tile in (self._decode_tile, self._chunk_tile) for split in (False, True)]
+        if self._shared_group is not None:
+            shapes.append((self._decode_tile, True, True))
+        return shapes
 
     def warm_up_step(self) -> TritonStep:
         """Prepare a step of `WARM_UP_TOKENS` that are stored nowhere and attend to nothing, with every launch shape."""
         zero = np.zeros(1, np.int32)
         slots = [np.full(WARM_UP_TOKENS, -1, np.int32)] * self.num_groups
         tables = [zero[None]] * self.num_groups
-        starts, counts, begins, *rest = self._carry([zero, zero, zero, *slots, *tables, zero, zero])
-        there, of, (sequences, firsts) = _cut(rest, self.num_groups)
+        shared = [zero, np.full(self._chunk_queries, -1, np.int32), zero]
+        starts, counts, begins, *rest = self._carry([zero, zero, zero, *slots, *tables, zero, zero, *shared])
+        there, of, (sequences, firsts, *at) = _cut(rest, self.num_groups)
         launches = (
-            Tiles(sequences, firsts, 0, WARM_UP_TOKENS, tile, 1 + split) for tile, split in self.launch_shapes()
-        )
+            Tiles(
+                sequences, firsts, 0, WARM_UP_TOKENS, tile, 1 + split,
+                self._share(at, WARM_UP_TOKENS, 1) if is_shared else None,
+            )
+            for tile, split, is_shared in self.launch_shapes()
+        )  # fmt: skip
         return TritonStep(starts, counts, begins, of, there, tuple(launches))
 
     def refill(self, step: TritonStep, batch: AttentionBatch) -> None:
         """Fill a reserved step with this batch, which was padded to its sequences and tokens: sequences without tokens
         (count 0) come last and attend to nothing, and tokens with slot -1 are not stored. Block tables may be narrower
         than reserved."""
+        self.refill_shared(step, batch, None)
+
+    def refill_shared(self, step: TritonStep, batch: AttentionBatch, shared: list[SharedPrefix] | None) -> None:
+        """As `refill`, with what `find_shared` found."""
         assert step.buffer is not None, "only a reserved step is filled again"
         last = len(batch.starts) - 1
         parts = _ranges(batch)
@@ -249,6 +345,8 @@ class TritonPagedAttention:
         for launch, (sequences, firsts) in zip(step.launches, tiles, strict=False):
             more = launch.count - len(sequences)
             parts += [np.pad(sequences, (0, more), constant_values=last), np.pad(firsts, (0, more))]
+        if (together := step.launches[0].shared) is not None:
+            parts += self._shared_tiles(shared or [], len(batch.starts), len(together.tile_keys))
         used = int(np.count_nonzero(batch.counts))
         whole, *tables = self._carry([np.concatenate(parts), *(table[:used] for table in batch.block_tables)])
         step.buffer.copy_(whole)
@@ -307,44 +405,68 @@ class TritonPagedAttention:
         storage, layout = self.storage, self.storage.layout
         kv_heads, parts = layout.num_kv_heads, layout.num_kv_heads * self._parts
         rows = tiles.tokens * q.shape[1]
+        shared = tiles.shared
+        if shared is not None and shared.group != storage.group_of[layer]:
+            shared = None
         into = log_sums = out
-        if tiles.splits > 1:
-            into = torch.empty(tiles.splits * rows * out.shape[2], dtype=torch.float32, device=q.device)
-            log_sums = torch.empty(tiles.splits * rows, dtype=torch.float32, device=q.device)
+        all_splits = tiles.splits + (shared.splits if shared is not None else 0)
+        if all_splits > 1:
+            into = torch.empty(all_splits * rows * out.shape[2], dtype=torch.float32, device=q.device)
+            log_sums = torch.empty(all_splits * rows, dtype=torch.float32, device=q.device)
         keys, values = storage.keys[layer], storage.values[layer]
         scaled = bool(storage.key_scales)
         key_scales, value_scales = (
             (storage.key_scales[layer], storage.value_scales[layer]) if scaled else (keys, values)
         )
         table = step.tables[storage.group_of[layer]]
+        stored = keys, values, key_scales, value_scales
+        shared_keys = step.counts if shared is None else shared.keys
+        strides = scale * math.log2(math.e), q.stride(0), q.stride(1), table.stride(0)
         shape = {
             "KV_HEADS": kv_heads, "SHARING": self._sharing, "HEADS": self._heads, "PARTS": self._parts,
-            "VALUE_DIM": layout.value_dim, "DIMS": self._dims, "QUERIES": tiles.tile.queries,
+            "VALUE_DIM": layout.value_dim, "DIMS": self._dims,
         }  # fmt: skip
+        form = {
+            "HEAD_DIM": layout.head_dim, "RESTS": self._rests, "BLOCK_SIZE": layout.block_size, "SCALED": scaled,
+            "NARROW": scaled and q.dtype.itemsize == 2, "UPCAST": self._upcast, "LATENT": layout.latent_dim > 0,
+        }  # fmt: skip
+        tile = tiles.tile
         attend_tiles[(tiles.count, parts, tiles.splits)](
-            q, keys, values, key_scales, value_scales, keys if sinks is None else sinks, into, log_sums, table,
-            step.starts, step.counts, step.begins, tiles.sequences, tiles.firsts,
-            scale * math.log2(math.e), q.stride(0), q.stride(1), table.stride(0), tiles.first_token, rows,
-            HEAD_DIM=layout.head_dim, RESTS=self._rests, BLOCK_SIZE=layout.block_size,
-            WINDOW=storage.window_of[layer] or 0, COLUMNS=tiles.tile.columns, SPLIT=tiles.splits > 1, SCALED=scaled,
-            NARROW=scaled and q.dtype.itemsize == 2, UPCAST=self._upcast, SINKS=sinks is not None,
-            LATENT=layout.latent_dim > 0, num_warps=self._warps, num_stages=tiles.tile.stages, **shape,
+            q, *stored, keys if sinks is None else sinks, into, log_sums, table, step.starts, step.counts, step.begins,
+            shared_keys, tiles.sequences, tiles.firsts, *strides, tiles.first_token, rows, QUERIES=tile.queries,
+            WINDOW=storage.window_of[layer] or 0, COLUMNS=tile.columns, SPLIT=all_splits > 1, SINKS=sinks is not None,
+            SHARED=shared is not None, num_stages=tile.stages, num_warps=tile.warps, **shape, **form,
         )  # fmt: skip
-        if tiles.splits > 1:
+        if shared is not None:
+            tile = self._shared_tile
+            attend_shared[(len(shared.tile_keys), parts, shared.splits)](
+                q, *stored, into, log_sums, table, shared.rows, shared.tile_keys, *strides, tiles.splits, rows,
+                QUERIES=tile.queries, COLUMNS=tile.columns, num_stages=tile.stages, num_warps=tile.warps,
+                **shape, **form,
+            )  # fmt: skip
+        if all_splits > 1:
             join_splits[(tiles.count, parts)](
-                into, log_sums, out, step.counts, step.begins, tiles.sequences, tiles.firsts, tiles.first_token, rows,
-                tiles.splits, **shape,
+                into, log_sums, out, step.counts, step.begins, shared_keys, tiles.sequences, tiles.firsts,
+                tiles.first_token, rows, tiles.splits, all_splits - tiles.splits, QUERIES=tiles.tile.queries,
+                SHARED=shared is not None, **shape,
             )  # fmt: skip
 
-    def _tiles(self) -> tuple[Tile, Tile]:
-        """Return the tiles of decoding sequences and of chunks: as many keys as fit the device's shared memory."""
-        chunk = Tile(self._chunk_queries, self._columns(self._chunk_queries, self._most_chunk_columns))
+    def _tiles(self) -> tuple[Tile, Tile, Tile]:
+        """Return the tiles of decoding sequences, of chunks and of shared keys: as many keys as fit the device's shared
+        memory."""
+        columns = self._columns(self._chunk_queries, self._most_chunk_columns)
+        chunk = shared = Tile(self._chunk_queries, columns, warps=self._warps)
+        decode = Tile(self._decode_queries, self._columns(self._decode_queries, MOST_COLUMNS), warps=self._warps)
+        if self._item == 1:
+            shared = replace(chunk, columns=min(columns, FP8_SHARED_COLUMNS))
+        if self._item == 4:
+            shared = replace(chunk, warps=FLOAT32_SHARED_WARPS)
         if self._item == 1 and not self._rests:
             columns = FP8_DECODE_COLUMNS
             held = (2 * self._decode_queries * self._heads + 5 * columns) * self._dims
             if 2 * held <= self._shared:  # else one program would have a multiprocessor to itself
-                return Tile(self._decode_queries, columns, FP8_DECODE_STAGES), chunk
-        return Tile(self._decode_queries, self._columns(self._decode_queries, MOST_COLUMNS)), chunk
+                decode = Tile(self._decode_queries, columns, FP8_DECODE_STAGES, self._warps)
+        return decode, chunk, shared
 
     def _columns(self, queries: int, most: int) -> int:
         """Return the keys of a program per iteration, at most so many."""
@@ -374,6 +496,32 @@ class TritonPagedAttention:
         sequences = np.repeat(np.arange(batch.num_decodes, len(batch.counts)), each)
         at = np.arange(len(sequences)) - np.repeat(np.cumsum(each) - each, each)
         return sequences.astype(np.int32), (at * self._chunk_queries).astype(np.int32)
+
+    def _shared_tiles(
+        self, prefixes: list[SharedPrefix], sequences: int, tiles: int | None = None
+    ) -> list[NDArray[np.int32]]:
+        """Keys, rows and tile_keys of `SharedTiles`, of so many tiles; None: of as many as are used."""
+        keys, queries = np.zeros(sequences, np.int32), self._chunk_queries
+        used = []
+        for rows, blocks in prefixes:
+            # Of a tile with a single sequence, that one reads all of its keys itself.
+            own = [part for at in range(0, len(rows), queries) if len(part := rows[at : at + queries]) > 1]
+            keys[np.concatenate(own)] = blocks * self.storage.layout.block_size
+            used += own
+        tiles = len(used) if tiles is None else tiles
+        lines, tile_keys = np.full((tiles, queries), -1, np.int32), np.zeros(tiles, np.int32)
+        for index, part in enumerate(used):
+            lines[index, : len(part)] = part
+            tile_keys[index] = keys[part[0]]
+        return [keys, lines.reshape(-1), tile_keys]
+
+    def _share(self, at: Sequence[Tensor], decodes: int, longest: int) -> SharedTiles:
+        """The launch over `_shared_tiles`, of sequences that share `longest` keys at most. All tiles have as many
+        programs as if all sequences shared one prefix."""
+        assert self._shared_group is not None
+        splits = self._splits(-(-decodes // self._chunk_queries), longest, CHUNK_PROGRAMS)
+        keys, rows, tile_keys = at
+        return SharedTiles(keys, rows, tile_keys, splits, self._shared_group)
 
     def _carry(self, parts: list[NDArray[np.int32]]) -> list[Tensor]:
         """Copy the arrays to the device in one copy."""

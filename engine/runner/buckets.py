@@ -1,6 +1,7 @@
 """Shapes that steps are padded to, so that a captured graph can be replayed.
 
-There are two kinds: decode-only steps, by their rows, and mixed steps, by their tokens. A step uses the smallest shape
+There are two kinds: decode-only steps, by their rows, and mixed steps, by their tokens. Both can have others of their
+kind for steps whose decoding rows share prefixes, which are recorded with more launches. A step uses the smallest shape
 that holds it. Finer sizes waste less computation on padding; coarser ones need fewer captures when the engine starts.
 A mixed step larger than all shapes takes longer to compute than to launch, and runs without a graph.
 """
@@ -16,6 +17,10 @@ from numpy.typing import NDArray
 from engine.attention.base import AttentionBatch
 from engine.plan import NO_BLOCK
 
+FEWEST_SHARED_TOKENS = 64
+"""Of a mixed shape for steps that share prefixes: padding up to there costs little beside the weights that a step
+reads."""
+
 NO_SLOT = -1
 """Slot of a padding token: its keys are written nowhere that is ever read."""
 
@@ -29,12 +34,14 @@ class GraphShape:
         sequences: of the step, padding included; in a mixed shape the last one is always padding.
         decodes: maximum number of sequences with a single token.
         mixed: whether sequences may have more than one token.
+        shared: whether decoding sequences may read together what they begin with.
     """
 
     tokens: int
     sequences: int
     decodes: int
     mixed: bool
+    shared: bool = False
 
 
 def decode_sizes(max_size: int) -> list[int]:
@@ -56,15 +63,28 @@ def mixed_sizes(max_size: int) -> list[int]:
     return sorted({size for size in sizes if size < max_size} | {max_size})
 
 
+def shared_sizes(max_size: int) -> list[int]:
+    """Return the row counts of steps that share prefixes: by doublings from 4 to 32, by 32 up to 256, from there 8 to a
+    doubling; and `max_size`. They are few, because rows that only pad a step cost little."""
+    sizes, size = [4, 8, 16, *range(32, 256, 32)], 256
+    while size < max_size:
+        sizes += range(size, 2 * size, size // 8)
+        size *= 2
+    return sorted({size for size in sizes if size < max_size} | {max_size})
+
+
 class GraphBuckets:
     """The shapes of an engine.
 
     Args:
         max_num_seqs, max_num_batched_tokens: of a step.
         max_tokens: of a step that uses a graph and has several tokens for a row.
+        shared: some are for steps that share prefixes.
     """
 
-    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_tokens: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_num_batched_tokens: int, max_tokens: int, *, shared: bool = False
+    ) -> None:
         max_rows = min(max_num_seqs, max_num_batched_tokens)
         max_mixed = min(max_num_batched_tokens, max_tokens)
         self._decodes = [GraphShape(size, size, size, False) for size in decode_sizes(max_rows)]
@@ -72,13 +92,19 @@ class GraphBuckets:
             GraphShape(size, min(max_num_seqs, size) + 1, min(max_num_seqs, size), True)
             for size in mixed_sizes(max_mixed)
         ]
+        self._shared: list[GraphShape] = []
+        if shared and max_rows > 1:
+            decodes = [GraphShape(size, size, size, False, True) for size in shared_sizes(max_rows)]
+            mixed = [shape for shape in self._mixed if shape.tokens >= min(FEWEST_SHARED_TOKENS, max_mixed)]
+            self._shared = decodes + [replace(shape, shared=True) for shape in mixed]
         self._decode_sizes = [shape.tokens for shape in self._decodes]
         self._mixed_sizes = [shape.tokens for shape in self._mixed]
 
     @property
     def shapes(self) -> list[GraphShape]:
         """All shapes, the largest first: the memory of the first capture is enough for the others."""
-        return sorted([*self._decodes, *self._mixed], key=lambda shape: (shape.tokens, shape.mixed), reverse=True)
+        shapes = [*self._decodes, *self._mixed, *self._shared]
+        return sorted(shapes, key=lambda shape: (shape.tokens, shape.mixed, shape.shared), reverse=True)
 
     def pick(self, rows: int, num_tokens: int, num_decodes: int) -> GraphShape | None:
         """Return the smallest shape that holds a step of these sizes; None: there is none."""
@@ -86,6 +112,10 @@ class GraphBuckets:
         sizes, shapes = (self._decode_sizes, self._decodes) if single else (self._mixed_sizes, self._mixed)
         at = bisect_left(sizes, num_tokens)
         return shapes[at] if at < len(shapes) else None
+
+    def sharing(self, shape: GraphShape) -> GraphShape:
+        """Return the smallest shape for steps that share prefixes which holds the steps of this one."""
+        return next(own for own in self._shared if own.mixed == shape.mixed and own.tokens >= shape.tokens)
 
 
 def padded(batch: AttentionBatch, shape: GraphShape) -> AttentionBatch:

@@ -18,7 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionBatch, AttentionStep, CapturableAttention
+from engine.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionStep,
+    CapturableAttention,
+    SharingAttention,
+)
 from engine.attention.reference import ReferenceAttention
 from engine.config import EngineConfig
 from engine.errors import EngineError, OutOfMemory
@@ -113,6 +119,7 @@ class Graphs:
         recorder: Recorder,
         device: torch.device,
     ) -> None:
+        self._sharing = attention if isinstance(attention, SharingAttention) and attention.can_share else None
         assert isinstance(attention, CapturableAttention), f"{attention.name} has no fixed places"
         self._model = model
         self._attention = attention
@@ -154,16 +161,26 @@ class Graphs:
             input_ids, positions: int64 [T].
         """
         count = len(input_ids)
+        if self._sharing is not None and (shared := self._sharing.find_shared(batch)) is not None:
+            shape = self._buckets.sharing(shape)
+            recorded = self._recorded[shape]
+            self._sharing.refill_shared(recorded.prepared, padded(batch, shape), shared)
+        else:
+            recorded = self._recorded[shape]
+            self._attention.refill(recorded.prepared, padded(batch, shape))
         self._input_ids[:count].copy_(input_ids)
         self._positions[:count].copy_(positions)
         self._input_ids[count : shape.tokens].zero_()
         self._positions[count : shape.tokens].zero_()
-        recorded = self._recorded[shape]
-        self._attention.refill(recorded.prepared, padded(batch, shape))
         return recorded.replay()[:count]
 
     def _record(self, shape: GraphShape, attention: AttentionBackend, width: int, recorder: Recorder) -> _Recorded:
-        prepared = self._attention.reserve(shape.tokens, shape.sequences, shape.decodes, shape.mixed, width)
+        sizes = shape.tokens, shape.sequences, shape.decodes, shape.mixed, width
+        if shape.shared:
+            assert self._sharing is not None
+            prepared = self._sharing.reserve_shared(*sizes)
+        else:
+            prepared = self._attention.reserve(*sizes)
         groups = self._attention.num_groups
         self._attention.refill(prepared, padded(_empty_batch(groups), shape))
         tokens = slice(shape.tokens)
@@ -202,7 +219,8 @@ def make_graphs(
         logger.info("steps are launched without graphs", reason=reason)
         return None
     schedule = config.schedule
-    buckets = GraphBuckets(schedule.rows, schedule.tokens, config.graph_tokens)
+    can_share = isinstance(attention, SharingAttention) and attention.can_share
+    buckets = GraphBuckets(schedule.rows, schedule.tokens, config.graph_tokens, shared=can_share)
     try:
         return Graphs(model, attention, buckets, table_width, recorder, device)
     except EngineError as error:

@@ -5,6 +5,10 @@ the keys that they see (Dao et al. 2022, FlashAttention, algorithm 1, with expon
 long contexts would leave most of a GPU idle, so their keys can be split among programs, whose results are joined by a
 second kernel (Flash-Decoding).
 
+Decoding sequences whose first blocks are the same memory can share reading it (Juravsky et al. 2024, "Hydragen";
+FlashInfer's cascade inference): `attend_shared` takes many sequences as rows of one product over these blocks,
+`attend_tiles` begins behind them, and both are parts of the keys for `join_splits`.
+
 With latent attention (engine/models/latent.py) a head is long and has one key for all query heads, whose first elements
 are its value: a program takes some of the heads, and reads each key once, as two parts.
 
@@ -23,8 +27,8 @@ import triton.language as tl
 from engine.triton_kernels.rounding import to_e4m3
 
 _OF_A_STEP = (
-    "tables", "starts", "counts", "begins", "tile_sequences", "tile_firsts", "table_stride", "first_token",
-    "split_stride", "splits",
+    "tables", "starts", "counts", "begins", "shared", "tile_sequences", "tile_firsts", "tile_rows", "tile_keys",
+    "table_stride", "first_token", "split_stride", "first_split", "splits", "shared_splits",
 )  # fmt: skip
 """Ranges that lie anywhere in one copied buffer, and sizes of the step."""
 
@@ -91,58 +95,21 @@ def store_tokens_scaled(  # type: ignore[no-untyped-def]
             _store_scaled(v + row * v_stride, values, value_scales, slot, KV_HEADS, HEADS, HEAD_DIM, DIMS, BY_HAND)
 
 
-@triton.jit(do_not_specialize=_OF_A_STEP[:-1])
-def attend_tiles(  # type: ignore[no-untyped-def]
-    q, keys, values, key_scales, value_scales, sinks, out, log_sums,
-    tables, starts, counts, begins, tile_sequences, tile_firsts,
-    scale, q_token_stride, q_head_stride, table_stride, first_token, split_stride,
-    KV_HEADS: tl.constexpr, SHARING: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, RESTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, COLUMNS: tl.constexpr,
-    SCALED: tl.constexpr, NARROW: tl.constexpr, UPCAST: tl.constexpr, SINKS: tl.constexpr, LATENT: tl.constexpr,
+@triton.jit
+def _load_queries(  # type: ignore[no-untyped-def]
+    q, token, head, used, scale, q_token_stride, q_head_stride,
+    VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, HEAD_DIM: tl.constexpr, RESTS: tl.constexpr, NARROW: tl.constexpr,
+    UPCAST: tl.constexpr, LATENT: tl.constexpr,
 ):  # fmt: skip
-    """A program attends with QUERIES tokens of a sequence and HEADS of the SHARING query heads of one KV head.
-
-    Args:
-        q: [T, heads, HEAD_DIM].  keys, values: [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]; LATENT: values are the first
-            VALUE_DIM elements of keys, and `values` is not read. Otherwise VALUE_DIM is HEAD_DIM.
-        key_scales, value_scales: SCALED: float32 [blocks, BLOCK_SIZE, KV_HEADS], else not read.
-        sinks: SINKS: float32 [heads], scores without a value, else not read.
-        out: [T, heads, VALUE_DIM]; SPLIT: float32 [splits, t, heads, VALUE_DIM] and log_sums float32 [splits, t,
-            heads], for t tokens from `first_token` on, and as many splits as the grid's last axis has programs. (One
-            kernel for any number of them: each further one would be compiled in the middle of a job.)
-        tables: int32 [B, table_stride], the blocks of each sequence.
-        starts, counts, begins: int32 [B]: position of a sequence's first query, how many, and the first one's row in q.
-        tile_sequences, tile_firsts: int32 [tiles]: whose queries a program takes, from which on.
-        scale: of q k^T, times log2(e).
-        HEADS: a power of two; PARTS programs take all of SHARING.
-        DIMS, RESTS: VALUE_DIM, and HEAD_DIM - VALUE_DIM, up to a power of two.  WINDOW: 0: none.
-        NARROW: products with float8_e4m3fn are made in float16, to which a GPU converts it in one instruction; float16
-            lacks the range for weights times scales, and for what bfloat16 holds.
-        UPCAST: multiply in float32 whatever the dtype is, as the interpreter must.
-    """
-    sequence = tl.load(tile_sequences + tl.program_id(0))
-    first = tl.load(tile_firsts + tl.program_id(0))
-    kv_head = tl.program_id(1) // PARTS
-    start = tl.load(starts + sequence)
-    count = tl.load(counts + sequence)
-    begin = tl.load(begins + sequence)
-
-    row = tl.arange(0, QUERIES * HEADS)
-    query = first + row // HEADS
-    head = tl.program_id(1) % PARTS * HEADS + row % HEADS
-    used = (query < count) & (head < SHARING)
-    position = start + query
-    head = kv_head * SHARING + head
-    token = (begin + query).to(tl.int64)
+    """Queries [rows, DIMS] of these tokens and heads [rows], LATENT their rests [rows, RESTS], and the scale of their
+    products with keys, one for all or [rows, 1]."""
     dim = tl.arange(0, DIMS)
-    in_head = dim < VALUE_DIM
     query_at = q + token[:, None] * q_token_stride + head[:, None] * q_head_stride
-    queries = tl.load(query_at + dim[None, :], mask=used[:, None] & in_head[None, :], other=0)
+    queries = tl.load(query_at + dim[None, :], mask=used[:, None] & (dim < VALUE_DIM)[None, :], other=0)
+    query_rests = queries
     if LATENT:
         rest = VALUE_DIM + tl.arange(0, RESTS)
-        in_rest = rest < HEAD_DIM
-        query_rests = tl.load(query_at + rest[None, :], mask=used[:, None] & in_rest[None, :], other=0)
+        query_rests = tl.load(query_at + rest[None, :], mask=used[:, None] & (rest < HEAD_DIM)[None, :], other=0)
     row_scale = scale
     if NARROW and queries.dtype == tl.bfloat16:  # float16 holds them as exactly, but for their range
         size = tl.max(tl.abs(queries.to(tl.float32)), 1)
@@ -155,22 +122,28 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         queries = queries.to(tl.float32)
     if LATENT:
         query_rests = query_rests.to(queries.dtype)
+    return queries, query_rests, row_scale
 
-    # Keys that the tile sees: from the first one in any query's window to its last query's own; none without queries.
-    least = 0
-    if WINDOW > 0:
-        least = tl.maximum(start + first - WINDOW + 1, 0)
-    end = tl.where(first < count, start + tl.minimum(first + QUERIES, count), 0)
-    lowest = least // COLUMNS * COLUMNS
-    if SPLIT:
-        each = tl.cdiv(tl.cdiv(tl.maximum(end - lowest, 0), COLUMNS), tl.num_programs(2)) * COLUMNS
-        lowest = lowest + tl.program_id(2) * each
-        end = tl.minimum(end, lowest + each)
 
-    most = tl.full((QUERIES * HEADS,), float("-inf"), tl.float32)
-    total = tl.zeros((QUERIES * HEADS,), tl.float32)
-    sums = tl.zeros((QUERIES * HEADS, DIMS), tl.float32)
-    table = tables + sequence.to(tl.int64) * table_stride
+@triton.jit
+def _walk_keys(  # type: ignore[no-untyped-def]
+    queries, query_rests, keys, values, key_scales, value_scales, table, position, lowest, least, end, kv_head,
+    row_scale,
+    KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, HEAD_DIM: tl.constexpr, RESTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, COLUMNS: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr,
+    LATENT: tl.constexpr,
+):  # fmt: skip
+    """Attends with rows of queries at `position` [rows] to the keys from `least` to `end` of a block table, in turns of
+    COLUMNS from `lowest` on. Returns each row's largest score, the sum of its weights relative to it, and their sums of
+    values [rows, DIMS]."""
+    dim = tl.arange(0, DIMS)
+    in_head = dim < VALUE_DIM
+    if LATENT:
+        rest = VALUE_DIM + tl.arange(0, RESTS)
+        in_rest = rest < HEAD_DIM
+    most = tl.full((queries.shape[0],), float("-inf"), tl.float32)
+    total = tl.zeros((queries.shape[0],), tl.float32)
+    sums = tl.zeros((queries.shape[0], DIMS), tl.float32)
     for at in range(lowest, end, COLUMNS):
         column = at + tl.arange(0, COLUMNS)
         there = (column < end) & (column >= least)
@@ -211,6 +184,78 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         else:
             sums = tl.dot(weights.to(queries.dtype), value, sums, input_precision="ieee")
         most = higher
+    return most, total, sums
+
+
+@triton.jit(do_not_specialize=_OF_A_STEP)
+def attend_tiles(  # type: ignore[no-untyped-def]
+    q, keys, values, key_scales, value_scales, sinks, out, log_sums,
+    tables, starts, counts, begins, shared, tile_sequences, tile_firsts,
+    scale, q_token_stride, q_head_stride, table_stride, first_token, split_stride,
+    KV_HEADS: tl.constexpr, SHARING: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, RESTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr, NARROW: tl.constexpr, UPCAST: tl.constexpr, SINKS: tl.constexpr, LATENT: tl.constexpr,
+    SHARED: tl.constexpr,
+):  # fmt: skip
+    """A program attends with QUERIES tokens of a sequence and HEADS of the SHARING query heads of one KV head.
+
+    Args:
+        q: [T, heads, HEAD_DIM].  keys, values: [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]; LATENT: values are the first
+            VALUE_DIM elements of keys, and `values` is not read. Otherwise VALUE_DIM is HEAD_DIM.
+        key_scales, value_scales: SCALED: float32 [blocks, BLOCK_SIZE, KV_HEADS], else not read.
+        sinks: SINKS: float32 [heads], scores without a value, else not read.
+        out: [T, heads, VALUE_DIM]; SPLIT: float32 [splits, t, heads, VALUE_DIM] and log_sums float32 [splits, t,
+            heads], for t tokens from `first_token` on, and as many splits as the grid's last axis has programs. (One
+            kernel for any number of them: each further one would be compiled in the middle of a job.)
+        tables: int32 [B, table_stride], the blocks of each sequence.
+        starts, counts, begins: int32 [B]: position of a sequence's first query, how many, and the first one's row in q.
+        shared: SHARED: int32 [B], first keys of a sequence that `attend_shared` takes, else not read.
+        tile_sequences, tile_firsts: int32 [tiles]: whose queries a program takes, from which on.
+        scale: of q k^T, times log2(e).
+        HEADS: a power of two; PARTS programs take all of SHARING.
+        DIMS, RESTS: VALUE_DIM, and HEAD_DIM - VALUE_DIM, up to a power of two.  WINDOW: 0: none.
+        NARROW: products with float8_e4m3fn are made in float16, to which a GPU converts it in one instruction; float16
+            lacks the range for weights times scales, and for what bfloat16 holds.
+        UPCAST: multiply in float32 whatever the dtype is, as the interpreter must.
+    """
+    sequence = tl.load(tile_sequences + tl.program_id(0))
+    first = tl.load(tile_firsts + tl.program_id(0))
+    kv_head = tl.program_id(1) // PARTS
+    start = tl.load(starts + sequence)
+    count = tl.load(counts + sequence)
+    begin = tl.load(begins + sequence)
+
+    row = tl.arange(0, QUERIES * HEADS)
+    query = first + row // HEADS
+    head = tl.program_id(1) % PARTS * HEADS + row % HEADS
+    used = (query < count) & (head < SHARING)
+    position = start + query
+    head = kv_head * SHARING + head
+    token = (begin + query).to(tl.int64)
+    queries, query_rests, row_scale = _load_queries(
+        q, token, head, used, scale, q_token_stride, q_head_stride, VALUE_DIM, DIMS, HEAD_DIM, RESTS, NARROW, UPCAST,
+        LATENT,
+    )  # fmt: skip
+
+    # Keys that the tile sees: from the first one in any query's window to its last query's own; none without queries.
+    least = 0
+    if WINDOW > 0:
+        least = tl.maximum(start + first - WINDOW + 1, 0)
+    if SHARED:
+        least = tl.load(shared + sequence)
+    end = tl.where(first < count, start + tl.minimum(first + QUERIES, count), 0)
+    lowest = least // COLUMNS * COLUMNS
+    if SPLIT:
+        each = tl.cdiv(tl.cdiv(tl.maximum(end - lowest, 0), COLUMNS), tl.num_programs(2)) * COLUMNS
+        lowest = lowest + tl.program_id(2) * each
+        end = tl.minimum(end, lowest + each)
+
+    most, total, sums = _walk_keys(
+        queries, query_rests, keys, values, key_scales, value_scales, tables + sequence.to(tl.int64) * table_stride,
+        position, lowest, least, end, kv_head, row_scale, KV_HEADS, VALUE_DIM, DIMS, HEAD_DIM, RESTS, BLOCK_SIZE,
+        WINDOW, COLUMNS, SCALED, NARROW, LATENT,
+    )  # fmt: skip
 
     if SINKS:  # joins the first part of the keys, which may be empty
         sink = tl.load(sinks + head, mask=used, other=0.0) * 1.4426950408889634
@@ -228,19 +273,69 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     if SPLIT:
         row_of_out += tl.program_id(2).to(tl.int64) * split_stride - first_token * (KV_HEADS * SHARING)
         tl.store(log_sums + row_of_out, tl.where(total == 0, float("-inf"), most + tl.log2(divisor)), mask=used)
+    dim = tl.arange(0, DIMS)
     places = out + row_of_out[:, None] * VALUE_DIM + dim[None, :]
-    tl.store(places, sums.to(out.dtype.element_ty), mask=used[:, None] & in_head[None, :])
+    tl.store(places, sums.to(out.dtype.element_ty), mask=used[:, None] & (dim < VALUE_DIM)[None, :])
 
 
-@triton.jit(do_not_specialize=_OF_A_STEP[2:6] + _OF_A_STEP[7:])
-def join_splits(  # type: ignore[no-untyped-def]
-    parts, log_sums, out, counts, begins, tile_sequences, tile_firsts, first_token, split_stride, splits,
+@triton.jit(do_not_specialize=_OF_A_STEP)
+def attend_shared(  # type: ignore[no-untyped-def]
+    q, keys, values, key_scales, value_scales, out, log_sums, tables, tile_rows, tile_keys,
+    scale, q_token_stride, q_head_stride, table_stride, first_split, split_stride,
     KV_HEADS: tl.constexpr, SHARING: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
     VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, RESTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr, NARROW: tl.constexpr, UPCAST: tl.constexpr, LATENT: tl.constexpr,
+):  # fmt: skip
+    """A program attends with QUERIES decoding sequences to a part of the keys that all of them begin with.
+
+    Args:
+        tile_rows: int32 [tiles, QUERIES], the sequences, of which each is a token of the same index; -1: none.
+        tile_keys: int32 [tiles], how many keys they share; 0: an unused tile.
+        first_split: number of the first part in `out` and `log_sums`, which are as of `attend_tiles` with SPLIT.
+        The others are as of `attend_tiles`.
+    """
+    tile = tl.program_id(0)
+    end = tl.load(tile_keys + tile)
+    kv_head = tl.program_id(1) // PARTS
+    row = tl.arange(0, QUERIES * HEADS)
+    token = tl.load(tile_rows + tile * QUERIES + row // HEADS).to(tl.int64)
+    head = tl.program_id(1) % PARTS * HEADS + row % HEADS
+    used = (token >= 0) & (head < SHARING)
+    head = kv_head * SHARING + head
+    queries, query_rests, row_scale = _load_queries(
+        q, token, head, used, scale, q_token_stride, q_head_stride, VALUE_DIM, DIMS, HEAD_DIM, RESTS, NARROW, UPCAST,
+        LATENT,
+    )  # fmt: skip
+    each = tl.cdiv(tl.cdiv(end, COLUMNS), tl.num_programs(2)) * COLUMNS
+    lowest = tl.program_id(2) * each
+    end = tl.minimum(end, lowest + each)
+    sequence = tl.load(tile_rows + tile * QUERIES).to(tl.int64)
+    behind = tl.full((QUERIES * HEADS,), 1 << 30, tl.int32)
+    most, total, sums = _walk_keys(
+        queries, query_rests, keys, values, key_scales, value_scales, tables + sequence * table_stride, behind, lowest,
+        lowest, end, kv_head, row_scale, KV_HEADS, VALUE_DIM, DIMS, HEAD_DIM, RESTS, BLOCK_SIZE, 0, COLUMNS, SCALED,
+        NARROW, LATENT,
+    )  # fmt: skip
+    divisor = tl.where(total == 0, 1.0, total)
+    row_of_out = token * (KV_HEADS * SHARING) + head + (first_split + tl.program_id(2)).to(tl.int64) * split_stride
+    tl.store(log_sums + row_of_out, tl.where(total == 0, float("-inf"), most + tl.log2(divisor)), mask=used)
+    dim = tl.arange(0, DIMS)
+    places = out + row_of_out[:, None] * VALUE_DIM + dim[None, :]
+    tl.store(places, sums / divisor[:, None], mask=used[:, None] & (dim < VALUE_DIM)[None, :])
+
+
+@triton.jit(do_not_specialize=_OF_A_STEP)
+def join_splits(  # type: ignore[no-untyped-def]
+    parts, log_sums, out, counts, begins, shared, tile_sequences, tile_firsts, first_token, split_stride, splits,
+    shared_splits,
+    KV_HEADS: tl.constexpr, SHARING: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, QUERIES: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """A program joins a tile's results over parts of its keys, each weighed by its share of the sum.
 
     Args: as of `attend_tiles`, whose `out` and `log_sums` are `parts` and `log_sums` here.
+        splits, shared_splits: parts of all sequences, and further ones of sequences that share keys.
     """
     sequence = tl.load(tile_sequences + tl.program_id(0))
     first = tl.load(tile_firsts + tl.program_id(0))
@@ -254,6 +349,8 @@ def join_splits(  # type: ignore[no-untyped-def]
     row_of_part = row_of_out - first_token * (KV_HEADS * SHARING)
     dim = tl.arange(0, DIMS)
     wanted = used[:, None] & (dim < VALUE_DIM)[None, :]
+    if SHARED:
+        splits += tl.where(tl.load(shared + sequence) > 0, shared_splits, 0)
     most = tl.full((QUERIES * HEADS,), float("-inf"), tl.float32)
     for split in range(splits):
         most = tl.maximum(most, tl.load(log_sums + split * split_stride + row_of_part, mask=used, other=float("-inf")))

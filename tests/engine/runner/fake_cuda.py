@@ -240,7 +240,10 @@ class _InterpretedKernel:
 
 
 _KERNELS = (
-    ("engine.attention.triton_paged", ("attend_tiles", "join_splits", "store_tokens", "store_tokens_scaled")),
+    (
+        "engine.attention.triton_paged",
+        ("attend_tiles", "attend_shared", "join_splits", "store_tokens", "store_tokens_scaled"),
+    ),
     ("engine.triton_kernels.small_weights", ("_small_weight_product", "_join_sums", "_dequantize")),
     ("engine.triton_kernels.int8", ("_quantize_rows", "_scale_sums")),
     ("engine.triton_kernels.fp8", ("_quantize_rows", "_quantize_groups", "_grouped_product")),

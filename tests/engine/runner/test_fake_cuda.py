@@ -223,8 +223,8 @@ def test_int8_weights_alone_go_through_the_small_product() -> None:
 
 
 def test_attention_is_compiled_before_the_first_step(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For layers with and without a window, whole and split."""
-    compiled_for = ("QUERIES", "COLUMNS", "SPLIT", "WINDOW", "num_stages")
+    """For layers with and without a window, whole and split, and with shared keys where there is no window."""
+    compiled_for = ("QUERIES", "COLUMNS", "SPLIT", "WINDOW", "num_stages", "SHARED")
     launched: set[tuple[Any, ...]] = set()
 
     class Recorded:
@@ -247,7 +247,57 @@ def test_attention_is_compiled_before_the_first_step(tiny_model: TinyModel, monk
         assert [error for *_, error, _ in answers(engine, [request])] == [None]
         assert len(launched) == 4, "a chunk and a row, with and without a window"
         assert launched < at_start
-        assert len(at_start) == 8
+        assert len(at_start) == 9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("gemma3", "gemma4"))]
+)
+def test_a_prefix_is_read_once_for_the_rows_that_share_it(
+    family: str, graphs: bool, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In decoding steps and beside prompts, with graphs and without, by one launch more in each layer that sees all
+    keys; steps of other rows have none."""
+    monkeypatch.setattr(triton_paged, "LAUNCHES_BYTES", -(1 << 40))
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    work = [Request(str(i), prompt(i, 3 + 4 * i, shared=40 if i < 4 else 0), params) for i in range(6)]
+    path = tiny_model(family)
+    want = answers(load(path, "cpu", attention="paged-sdpa"), work)
+    found: list[bool] = []
+    filled: list[bool] = []
+    find_shared = triton_paged.TritonPagedAttention.find_shared
+    refill_shared = triton_paged.TritonPagedAttention.refill_shared
+
+    def counted(self: Any, batch: Any) -> Any:
+        shared = find_shared(self, batch)
+        if self.can_share:
+            found.append(shared is not None)
+        return shared
+
+    def fill(self: Any, step: Any, batch: Any, shared: Any) -> None:
+        refill_shared(self, step, batch, shared)
+        filled.append(shared is not None)
+
+    monkeypatch.setattr(triton_paged.TritonPagedAttention, "find_shared", counted)
+    monkeypatch.setattr(triton_paged.TritonPagedAttention, "refill_shared", fill)
+    with fake_cuda() as device:
+        engine = load(path, "cuda", cuda_graphs=graphs)
+        device.launches.clear()
+        device.waits.clear()
+        found.clear()
+        filled.clear()
+        assert answers(engine, work) == want
+        assert device.waits == []
+        stats = engine.stats()
+        assert (stats.steps_recorded > stats.steps / 2) == graphs
+        assert len(found) == stats.steps
+        assert 0.2 < sum(found) / len(found) < 0.8
+        assert (sum(filled) > sum(found) / 2) == graphs
+        layers = {"llama": 3, "gemma3": 2, "gemma4": 2}[family]
+        assert device.launches.count("attend_shared") == layers * sum(found)
+        assert device.launches.count("join_splits") == layers * sum(found)
 
 
 @pytest.mark.slow

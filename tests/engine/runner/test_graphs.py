@@ -246,6 +246,23 @@ def test_decoding_steps_of_any_number_of_rows_have_a_shape() -> None:
     assert buckets.pick(rows=1000, num_tokens=1001, num_decodes=999) is None
 
 
+@pytest.mark.parametrize("max_rows", [2, 5, 40, 128, 300, 4096])
+def test_each_shape_has_one_that_shares_prefixes(max_rows: int) -> None:
+    buckets, plain = (GraphBuckets(max_rows, 8192, 512, shared=shared) for shared in (True, False))
+    assert [shape for shape in buckets.shapes if not shape.shared] == plain.shapes
+    largest = buckets.shapes[0]
+    for shape in plain.shapes:
+        sharing = buckets.sharing(shape)
+        assert sharing.shared
+        assert sharing.mixed == shape.mixed
+        assert shape.tokens <= sharing.tokens <= largest.tokens
+        assert shape.sequences <= sharing.sequences
+        assert shape.mixed or shape.tokens < 4 or sharing.tokens < 2 * shape.tokens
+        assert not shape.mixed or sharing.tokens == max(64, shape.tokens)
+    assert len(buckets.shapes) < 2 * len(plain.shapes)
+    assert not any(shape.shared for shape in GraphBuckets(1, 1024, 512, shared=True).shapes)
+
+
 def test_all_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
     captured: list[tuple[object, object]] = []

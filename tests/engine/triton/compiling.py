@@ -72,12 +72,14 @@ def compile_instead(capability: int) -> list[Any]:
     return compiled
 
 
-def batch(starts: list[int], counts: list[int], block_size: int) -> AttentionBatch:
-    """A step of these sequences, over any blocks."""
+def batch(starts: list[int], counts: list[int], block_size: int, *, shared: bool = False) -> AttentionBatch:
+    """A step of these sequences, over any blocks: `shared`: the same ones for all, else each has its own."""
     ends = np.array(starts) + np.array(counts)
     width = -(-int(ends.max()) // block_size)
     decodes = int(np.count_nonzero(np.array(counts) == 1))
     tables = np.ones((len(starts), width), np.int32)
+    if not shared:
+        tables *= np.arange(1, len(starts) + 1, dtype=np.int32)[:, None]
     slots = np.arange(int(sum(counts)), dtype=np.int64)
     return AttentionBatch(np.array(starts, np.int32), np.array(counts, np.int32), decodes, (tables,), (slots,))
 
@@ -112,6 +114,7 @@ def attend(
 def shapes(capability: int) -> None:
     """Attention in all dtypes, head sizes and forms of a step; for other devices than Hopper what takes most room."""
     steps = [batch([900, 40], [1, 1], 32), batch([500, 0, 64], [1, 70, 33], 32)]
+    steps.append(batch([5000] * 64, [1] * 64, 32, shared=True))
     dtypes = [(torch.float16, torch.float16, 128)]
     if capability >= 80:
         dtypes += [(torch.bfloat16, torch.bfloat16, 256), (torch.float32, torch.float32, 128)]
@@ -145,15 +148,18 @@ def sizes(capability: int) -> None:
         steps.append(batch(rng.integers(0, 250, len(counts)).tolist(), counts, 32))
     steps += [batch([length] * rows, [1] * rows, 32) for length in (600, 5000) for rows in (1, 2, 3, 7)]
     steps.append(batch([6000, 9000], [1, 500], 32))
+    shared = [batch([9000] * rows, [1] * rows, 32, shared=True) for rows in (32, 33, 47)]
+    steps += [*shared, batch([9000] * 33, [1] * 32 + [40], 32, shared=True)]
     backend = attention(capability, torch.float16, torch.float16, 64, [], window=None)
     attend(backend, WARM_UP_TOKENS, torch.float16, backend.warm_up_step())
     for step in steps:
         attend(backend, int(step.counts.sum()), torch.float16, backend.prepare(step))
     for tokens in (64, 24, 20, 17, 16):
         shape = GraphShape(tokens, 34, 33, True)
-        reserved = backend.reserve(tokens, 34, min(33, tokens), True, 11)
-        backend.refill(reserved, padded(batch([5, 9], [1, 6], 32), shape))
-        attend(backend, tokens, torch.float16, reserved)
+        for reserve in (backend.reserve, backend.reserve_shared):
+            reserved = reserve(tokens, 34, min(33, tokens), True, 11)
+            backend.refill(reserved, padded(batch([5, 9], [1, 6], 32), shape))
+            attend(backend, tokens, torch.float16, reserved)
 
 
 def products(capability: int) -> None:

@@ -143,13 +143,15 @@ LAYOUTS = {
 }
 
 
-def attend(model: str, dtype: torch.dtype, cache: torch.dtype, starts: list[int], counts: list[int]) -> None:
-    """Attention of one layer."""
+def attend(
+    model: str, dtype: torch.dtype, cache: torch.dtype, starts: list[int], counts: list[int], *, shared: bool = False
+) -> None:
+    """Attention of one layer. `shared`: all sequences begin alike."""
     of = LAYOUTS[model]
     backend = TritonPagedAttention(of, cache, CPU, processors=132, shared=SHARED[90])
     q = torch.empty(sum(counts), of.num_heads, of.head_dim, dtype=dtype)
     k, v = (torch.empty(len(q), of.num_kv_heads, of.head_dim, dtype=dtype) for _ in range(2))
-    backend.attend(0, q, k, v, 0.1, backend.prepare(batch(starts, counts, of.block_size)))
+    backend.attend(0, q, k, v, 0.1, backend.prepare(batch(starts, counts, of.block_size, shared=shared)))
 
 
 def two_levels(n: int, k: int, dtype: torch.dtype) -> TwoLevel:
@@ -224,6 +226,10 @@ CASES: dict[str, Callable[[], None]] = {
     "decode fp8, split": partial(attend, "Llama-3.1-8B", BF16, FP8, *SPLIT),
     "decode fp8, SmolLM2-135M": partial(attend, "SmolLM2-135M", BF16, FP8, *DECODE),
     "decode float32": partial(attend, "Llama-3.1-8B", torch.float32, torch.float32, *DECODE),
+    "shared bf16": partial(attend, "Llama-3.1-8B", BF16, BF16, *DECODE, shared=True),
+    "shared bf16, SmolLM2-135M": partial(attend, "SmolLM2-135M", BF16, BF16, *DECODE, shared=True),
+    "shared fp8": partial(attend, "Llama-3.1-8B", BF16, FP8, *DECODE, shared=True),
+    "shared float32": partial(attend, "Llama-3.1-8B", torch.float32, torch.float32, *DECODE, shared=True),
     "chunk bf16": partial(attend, "Llama-3.1-8B", BF16, BF16, *CHUNK),
     "chunk bf16, SmolLM2-135M": partial(attend, "SmolLM2-135M", BF16, BF16, *CHUNK),
     "chunk fp8": partial(attend, "Llama-3.1-8B", BF16, FP8, *CHUNK),

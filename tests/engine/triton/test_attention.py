@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -342,6 +343,182 @@ def test_a_reserved_step_is_filled_again_and_again(
             torch.testing.assert_close(got[: len(fused)].cpu(), want, atol=2e-5, rtol=2e-5)
 
 
+BLOCKS_SHARED = (2, 2, 3, 3, 3, 3, 3, 0)
+"""Of `Prefixed`, that a sequence shares."""
+
+
+class Prefixed:
+    """Our backend and the oracle, over eight sequences: five begin with the same 3 blocks, two others with the same 2.
+    The layers are one without a window and one with."""
+
+    def __init__(
+        self, device: torch.device, upcast: bool, *, dtype: torch.dtype, cache: torch.dtype | None = None,
+        heads: tuple[int, int] = (32, 1), head_dim: int = 16, latent_dim: int = 0, block_size: int = 16,
+    ) -> None:  # fmt: skip
+        self.heads, self.head_dim, self.dtype, self.cache, self.latent_dim = heads, head_dim, dtype, cache, latent_dim
+        self._generator = torch.Generator().manual_seed(8)
+        self.sequences = Sequences(np.random.default_rng(8), 8, longest=8 * block_size, block_size=block_size, window=9)
+        layout = KVLayout(self.sequences.groups, block_size, heads[1], head_dim, heads[0], latent_dim=latent_dim)
+        self.fast = TritonPagedAttention(layout, cache or dtype, device, upcast=upcast, processors=64)
+        self._oracle = make_backend("reference", layout, torch.float32, torch.device("cpu"))
+        self.fast._part_bytes = 0  # else so few keys save nothing
+        poison_all(self.fast)
+        self._device = device
+        for first, members, blocks in ((2, (2, 3, 4, 5, 6), 3), (0, (0, 1), 2), (7, (7,), 0)):
+            for table in self.sequences.tables:
+                table[list(members), :blocks] = table[first, :blocks]
+            for member in members:
+                written = 0 if member == first else blocks * block_size
+                self.sequences.lengths[member] = written
+                self.compare([member], [blocks * block_size + 5 + member - written])
+
+    def compare(
+        self,
+        members: list[int],
+        counts: list[int],
+        prepare: Callable[[AttentionBatch], Any] | None = None,
+        layers: tuple[int, ...] = (0, 1),
+    ) -> None:
+        """The next tokens of these sequences, layer by layer, by both."""
+        batch = self.sequences.batch(members, counts)
+        mine, theirs = (prepare or self.fast.prepare)(batch), self._oracle.prepare(batch)
+        heads, kv_heads = self.heads
+        for layer in layers:
+            shape = sum(counts), heads + 2 * kv_heads, self.head_dim
+            fused = torch.randn(shape, generator=self._generator).to(self.dtype)
+            more = 0 if mine.buffer is None else len(mine.slots[0]) - len(fused)
+            filled = torch.cat([fused, torch.full((more, *shape[1:]), float("nan"), dtype=self.dtype)])
+            q, k, v = filled.to(self._device).split([heads, kv_heads, kv_heads], dim=1)
+            got = self.fast.attend(layer, q, k, v, 0.3, mine)[: len(fused)]
+            q, k, v = fused.float().split([heads, kv_heads, kv_heads], dim=1)
+            if self.cache is not None:
+                k, v = (scaled(part)[2] for part in (k, v))
+            if self.latent_dim:
+                v = k[..., : self.latent_dim]
+            want = self._oracle.attend(layer, q, k, v, 0.3, theirs)
+            tolerance = TOLERANCE[self.dtype]
+            torch.testing.assert_close(got.cpu().float(), want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture
+def always_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharing pays for any number of bytes."""
+    monkeypatch.setattr(triton_paged, "LAUNCHES_BYTES", -(1 << 40))
+
+
+SHARED_FORMS: dict[str, dict[str, Any]] = {
+    "bf16": {"dtype": torch.bfloat16},
+    "fp8": {"dtype": torch.bfloat16, "cache": FP8, "block_size": 4},
+    "fp16": {"dtype": torch.float16, "cache": FP8, "heads": (6, 3), "head_dim": 24},
+    "float32": {"dtype": torch.float32, "heads": (36, 3), "head_dim": 20},
+    "latent": {"dtype": torch.float32, "heads": (20, 1), "head_dim": 28, "latent_dim": 20},
+}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "bf16",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp8", "latent")),
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("fp16", "float32")),
+    ],
+)
+@pytest.mark.parametrize("split_keys", [4, pytest.param(1 << 20, marks=pytest.mark.exhaustive)])
+def test_a_prefix_that_sequences_share_is_read_by_one_block_table(
+    form: str, split_keys: int, device: torch.device, upcast: bool, always_shared: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others' tables lead to NaN there. In layers with a window they are read."""
+    monkeypatch.setattr(triton_paged, "SPLIT_KEYS", split_keys)
+    monkeypatch.setattr(triton_paged, "MOST_SPLITS", 2)
+    prefixed = Prefixed(device, upcast, **SHARED_FORMS[form])
+    size = prefixed.sequences.block_size
+
+    def prepare(batch: AttentionBatch, members: list[int]) -> Any:
+        step = prefixed.fast.prepare(batch)
+        shared, decodes = step.launches[0].shared, batch.num_decodes
+        assert shared is not None
+        assert (shared.splits > 1) == (split_keys == 4)
+        together = [
+            [row for row in tile if row >= 0]
+            for tile in shared.rows.view(len(shared.tile_keys), -1).tolist()
+        ]  # fmt: skip
+        keys = [0] * len(members)
+        for (first, *others), tile_keys in zip(together, shared.tile_keys.tolist(), strict=True):
+            keys[first] = tile_keys
+            assert others
+            for row in others:
+                keys[row] = tile_keys
+                step.tables[0][row, : tile_keys // size] = 0
+        assert shared.keys.tolist() == keys
+        alone = {member for member, own in zip(members[:decodes], keys[:decodes], strict=True) if not own}
+        for left in (set(members[:decodes]) & {2, 3, 4, 5, 6}, set(members[:decodes]) & {0, 1}):
+            assert len(alone & left) == (len(left) % prefixed.fast._chunk_queries == 1)
+        for member, own in zip(members, keys, strict=True):
+            assert own in (0, size * BLOCKS_SHARED[member])
+        return step
+
+    for members, counts in (
+        ([5, 0, 2, 7, 1, 3, 6, 4], [1] * 8),
+        ([1, 3, 6, 4, 0, 7, 5], [1] * 7),
+        ([2, 0, 6, 1, 3, 5, 7], [1, 1, 1, 1, 1, 7, 2]),
+    ):
+        prefixed.compare(members, counts, partial(prepare, members=members))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+def test_a_reserved_step_shares_other_prefixes_each_time(
+    mixed: bool, device: torch.device, upcast: bool, always_shared: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or none, in memory that still holds the step before."""
+    monkeypatch.setattr(triton_paged, "SPLIT_KEYS", 16)
+    monkeypatch.setattr(triton_paged, "MOST_SPLITS", 2)
+    prefixed = Prefixed(device, upcast, dtype=torch.float32, heads=(12, 3))
+    fast, shape = prefixed.fast, GraphShape(24, 9, 8, mixed=True) if mixed else GraphShape(8, 8, 8, mixed=False)
+    sizes = shape.tokens, shape.sequences, shape.decodes, shape.mixed, 8
+    fast.reserve(*sizes)
+    step = fast.reserve_shared(*sizes)
+    assert step.launches[0].shape[2]
+
+    def refill(batch: AttentionBatch) -> Any:
+        found = fast.find_shared(batch)
+        assert (found is None) == (len(batch.starts) < 4)
+        fast.refill_shared(step, padded(batch, shape), found)
+        shared = step.launches[0].shared
+        assert shared is not None
+        together = {int(row) for rows, _ in found or [] for row in rows}
+        assert set(shared.keys.nonzero().flatten().tolist()) == together
+        return step
+
+    for members in ([5, 0, 2, 7, 1, 3, 6, 4], [7, 2, 0], [1, 7, 0, 2], [6, 2, 3, 4]):
+        prefixed.compare(members, [1] * (len(members) - mixed) + [5] * mixed, refill)
+
+
+def test_prefixes_are_shared_where_that_saves_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama-3.1-8B's shape: 4 KiB a token and layer, and a part of a token's sums 32 KiB, written and read."""
+    layout = KVLayout((CacheGroup((0,), 64, 4), CacheGroup((1,), None, 4)), 32, 8, 128, 32)
+    backend = TritonPagedAttention(layout, torch.bfloat16, torch.device("cpu"), processors=132, shared=227 << 10)
+
+    def found(rows: int, shared_blocks: int, own: int = 0) -> list[int] | None:
+        """Rows that share, where `rows` have the same first blocks and `own` others have not."""
+        tables = 1 + np.arange((rows + own) * 64, dtype=np.int32).reshape(rows + own, 64)
+        tables[:rows, :shared_blocks] = tables[0, :shared_blocks]
+        starts, one = np.full(rows + own, 64 * 32 - 1, np.int32), np.ones(rows + own, np.int32)
+        slots = np.zeros(rows + own, np.int64)
+        groups = backend.find_shared(AttentionBatch(starts, one, len(one), (0 * tables, tables), (slots, slots)))
+        return None if groups is None else [len(rows) for rows, _ in groups]
+
+    # 16 rows over n blocks save 15 x 32 x n tokens' 4 KiB, 1.9 MB, and cost 32 parts of 32 KiB: 1 MB.
+    assert found(16, 9) is None
+    assert found(16, 10) == [16]
+    assert found(16, 10, own=64) is None, "2 MB more of parts"
+    assert found(16, 11, own=64) == [16]
+    assert found(1, 64, own=8) is None
+    layout = KVLayout((CacheGroup((0,), 64, 4),), 32, 8, 128, 32)
+    backend = TritonPagedAttention(layout, torch.bfloat16, torch.device("cpu"), processors=132, shared=227 << 10)
+    assert found(64, 60) is None, "all layers have a window"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("gemma4-small", marks=pytest.mark.exhaustive)])
 def test_an_engine_with_it_gives_the_oracles_tokens(
@@ -369,7 +546,8 @@ def test_an_engine_with_it_gives_the_oracles_tokens(
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, FP8], ids=str)
 def test_no_step_asks_for_a_launch_that_was_not_compiled_at_the_start(cache: torch.dtype) -> None:
-    """Steps of any sizes and lengths, and graphs of any shape."""
+    """Steps of any sizes and lengths, whose sequences share what they begin with or nothing, and graphs of any
+    shape."""
     layout = KVLayout((CacheGroup((0,), None, 4),), 32, 8, 128, 32)
     backend = TritonPagedAttention(layout, cache, torch.device("cpu"), processors=132, shared=227 << 10)
     rng = np.random.default_rng(1)
@@ -380,14 +558,16 @@ def test_no_step_asks_for_a_launch_that_was_not_compiled_at_the_start(cache: tor
         if not counts:
             continue
         starts = (16_000 ** rng.random(len(counts))).astype(np.int32)
-        table = np.zeros((len(counts), 1), np.int32)
+        table = np.ones((len(counts), 500), np.int32)
+        if rng.random() < 0.5:
+            table *= np.arange(1, len(counts) + 1, dtype=np.int32)[:, None]
         slots = np.zeros(sum(counts), np.int64)
         batch = AttentionBatch(starts, np.array(counts, np.int32), decodes, (table,), (slots,))
         met |= {tiles.shape for tiles in backend.prepare(batch).launches}
     for rows in (600, 64, 3, 1):
         for mixed in (True, False):
-            step = backend.reserve(rows, rows, rows, mixed, 500)
-            met |= {tiles.shape for tiles in step.launches}
+            for reserve in (backend.reserve, backend.reserve_shared):
+                met |= {tiles.shape for tiles in reserve(rows, rows, rows, mixed, 500).launches}
     assert met == {tiles.shape for tiles in backend.warm_up_step().launches} == set(backend.launch_shapes())
 
 

@@ -37,16 +37,17 @@ def compiled(part: str, capability: int, cache: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("capability", [75, 80, 89, 90])
 def test_attention_compiles_and_fits(capability: int, tmp_path: Path) -> None:
     found = compiled("shapes", capability, tmp_path)
-    assert {"attend_tiles", "join_splits", "store_tokens"} <= {each["kernel"] for each in found}
+    assert {"attend_tiles", "attend_shared", "join_splits", "store_tokens"} <= {each["kernel"] for each in found}
     assert [each for each in found if each["shared"] > SHARED[capability]] == []
 
 
 @pytest.mark.exhaustive
 def test_steps_of_any_size_share_a_few_kernels(tmp_path: Path) -> None:
-    """One for decoding rows and one for chunks, whole and split, whatever the addresses, widths and numbers of a step
-    are divisible by; all are compiled before the first step, and graphs take the same ones."""
+    """One for decoding rows and one for chunks, whole and split, and three where rows share keys, whatever the
+    addresses, widths and numbers of a step are divisible by; all are compiled before the first step, and graphs take
+    the same ones."""
     found = Counter(each["kernel"] for each in compiled("sizes", 90, tmp_path))
-    assert found == {"store_tokens": 1, "attend_tiles": 4, "join_splits": 2}
+    assert found == {"store_tokens": 1, "attend_tiles": 5, "attend_shared": 1, "join_splits": 3}
 
 
 @pytest.mark.exhaustive

@@ -40,6 +40,13 @@ BUDGETS = {
     ("decode fp8, split", "attend_tiles"): Budget(2, 128, 64),
     ("decode fp8, SmolLM2-135M", "attend_tiles"): Budget(2, 64, 40),
     ("decode float32", "attend_tiles"): Budget(2, 128, 101),
+    ("shared bf16", "attend_tiles"): Budget(4, 128, 54),
+    ("shared fp8", "attend_tiles"): Budget(2, 128, 65),
+    # Shared keys come from the second cache, whose latency is a third of the memory's, to all but the first of a group.
+    ("shared bf16", "attend_shared"): Budget(2, 64, 56),
+    ("shared bf16, SmolLM2-135M", "attend_shared"): Budget(3, 48, 32),
+    ("shared fp8", "attend_shared"): Budget(2, 20, 80),
+    ("shared float32", "attend_shared"): Budget(3, 96, 56),
     ("chunk bf16", "attend_tiles"): Budget(2, 64, 53),
     ("chunk bf16, SmolLM2-135M", "attend_tiles"): Budget(3, 48, 29),
     ("chunk fp8", "attend_tiles"): Budget(2, 32, 141),
