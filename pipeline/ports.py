@@ -110,6 +110,7 @@ class WorkerState:
         draining: it takes no more shards.
         price_per_hour: the worker's price; None: not configured.
         passed_over: shards that it took, could not work on, and won't take again for a while.
+        max_num_seqs: rows of its engine's batch; None: no model is loaded yet.
     """
 
     name: str
@@ -120,6 +121,7 @@ class WorkerState:
     draining: bool = False
     price_per_hour: float | None = None
     passed_over: frozenset[tuple[str, int]] = frozenset()
+    max_num_seqs: int | None = None
 
 
 class Heartbeats(Protocol):

@@ -101,11 +101,13 @@ class WorkerLoad:
         tokens_per_second: prompts (cached ones too) and answers, while it had work; None: not measured yet.
         unfinished: of its running shards, (job id, number) -> the share of rows without an outcome.
         metrics: metrics for monitoring; None: none.
+        max_num_seqs: rows of its engine's batch; None: not known.
     """
 
     tokens_per_second: float | None = None
     unfinished: Mapping[tuple[str, int], float] = field(default_factory=dict)
     metrics: WorkerMetrics | None = None
+    max_num_seqs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -478,4 +478,5 @@ class ShardClient:
             self.worker, self._models, frozenset(held), round(waiting), self._load.tokens_per_second,
             price_per_hour=self._price_per_hour,
             passed_over=frozenset(one for one, until in self._passed_over.items() if until > now),
+            max_num_seqs=self._load.max_num_seqs,
         )  # fmt: skip

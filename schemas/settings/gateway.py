@@ -144,7 +144,7 @@ class GatewayOptions(BaseModel):
         default_limits: "auto": a tenant with API keys for which neither it nor its key has a limit of running requests
             or rows gets a limit of rows: `default_rows_per_worker` for each live worker. It may store 100 GiB and
             100,000 files, unless it or its key has other limits. "off": no default limits.
-        default_rows_per_worker: None: half of the batch where one process runs all parts, else 64.
+        default_rows_per_worker: None: half of the worker's batch; 64 until it has loaded a model.
         webhooks: notifications of ended batches.  cache: of responses.
     """
 

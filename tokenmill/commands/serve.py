@@ -156,7 +156,7 @@ def serve(
             metric_collectors.dispatching(metrics, root.world.clock),
             metric_collectors.prices(backends.heartbeats, price),
         )
-        gateway = GatewayService(root, settings, backends, host, port, dispatching=sources, batch_rows=max_num_seqs)
+        gateway = GatewayService(root, settings, backends, host, port, dispatching=sources)
         folders = folder_part(root, settings, settle)
         worker_service = WorkerService(root, backends, loads, settings, switch_after, policies, price)
         incoming = data.expanduser() / "incoming"

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 _MAX_READS = 16
 _STORED_BYTES = 100 << 30
 _STORED_FILES = 100_000
-_BATCH_ROWS = 128
-"""Rows of a worker's batch by default; a gateway doesn't get a worker's --max-num-seqs."""
-
 _REMOTE_POLL_SECONDS = 2.0
 _LANE_POLL_SECONDS = 0.01
 _REMOTE_LANE_POLL_SECONDS = 0.03
@@ -63,7 +60,6 @@ class GatewayService:
     Args:
         shared: state shared with other gateways; None: there are none.
         dispatching: metrics of jobs, where this process dispatches them.
-        batch_rows: of the engine's batch, where the engine is in this process.
 
     Raises:
         UserError: a package is missing, or HTTP would be open to the network without a key.
@@ -79,7 +75,6 @@ class GatewayService:
         port: int,
         shared: SharedBackends | None = None,
         dispatching: Source | None = None,
-        batch_rows: int | None = None,
     ) -> None:
         shared = shared or SharedBackends()
         try:
@@ -131,9 +126,7 @@ class GatewayService:
             status=status,
             settings=settings.gateway.model_copy(update={"hosts": (*settings.gateway.hosts, host)}),
             limits=settings.limits,
-            rates=RateLimiter(
-                root.world.clock, _rates(root, settings, backends, batch_rows), shared.windows, shared.running
-            ),
+            rates=RateLimiter(root.world.clock, _rates(root, settings, backends), shared.windows, shared.running),
             http_metrics=http_metrics,
             metrics=Metrics([metric_collectors.build, *self.sources]),
         )
@@ -222,17 +215,14 @@ def _check_open(settings: Settings, host: str, has_keys: bool) -> None:
         )
 
 
-def _rates(root: Root, settings: Settings, backends: Backends, batch_rows: int | None) -> RateSettings:
+def _rates(root: Root, settings: Settings, backends: Backends) -> RateSettings:
     from pipeline.gateway.limits.admission import RateSettings
     from pipeline.gateway.limits.storage_quota import StorageQuota
     from pipeline.gateway.limits.tenant_capacity import TenantCapacity
 
     chosen, default_rows, stored = settings.gateway, None, StorageQuota()
     if chosen.default_limits == "auto":
-        half = max(1, (batch_rows or _BATCH_ROWS) // 2)
-        default_rows = TenantCapacity(
-            root.world.clock, backends.heartbeats, chosen.default_rows_per_worker or half
-        ).rows
+        default_rows = TenantCapacity(root.world.clock, backends.heartbeats, chosen.default_rows_per_worker).rows
         stored = StorageQuota(_STORED_BYTES, _STORED_FILES)
     return RateSettings(chosen.tenant_limits, chosen.tenants, chosen.key_limits, default_rows, stored)
 

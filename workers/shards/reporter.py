@@ -33,6 +33,7 @@ class WorkerReporter:
     ) -> None:
         """`report_interval_seconds`: interval between two calls of the observer."""
         self._engine = model.engine
+        self._max_num_seqs = model.max_num_seqs
         self._now = clock.monotonic
         self._side_work = side_work
         self._observer = observer
@@ -98,7 +99,8 @@ class WorkerReporter:
         for shard in open_shards:
             queued[shard.work.tier] += len(shard.waiting)
         metrics = self._metrics.read(now, queued, self._side_work.metrics())
-        heartbeats.send(held, WorkerLoad(self._rate.measure(now, self._engine.stats()), unfinished, metrics))
+        speed = self._rate.measure(now, self._engine.stats())
+        heartbeats.send(held, WorkerLoad(speed, unfinished, metrics, self._max_num_seqs))
 
     def report_end(
         self, open_shards: Sequence[OpenShard], committing: Sequence[OpenShard], *, stopped: bool

@@ -93,6 +93,7 @@ class RedisHeartbeats:
             draining=state.draining,
             price_per_hour=state.price_per_hour,
             passed_over=tuple(sorted(state.passed_over)),
+            max_num_seqs=state.max_num_seqs,
         )
         keys = [*self._marks, self._index, self._key(state.name)]
         with self._client.translate_errors("leave a heartbeat"):
@@ -171,4 +172,5 @@ class RedisHeartbeats:
             draining=record.draining,
             price_per_hour=record.price_per_hour,
             passed_over=frozenset(record.passed_over),
+            max_num_seqs=record.max_num_seqs,
         )

@@ -32,6 +32,7 @@ WHOLE = WorkerState(
     tokens_per_second=1234.5,
     draining=True,
     passed_over=frozenset({("job-a", 7)}),
+    max_num_seqs=1024,
 )
 
 METRICS = WorkerMetrics(

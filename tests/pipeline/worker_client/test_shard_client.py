@@ -466,7 +466,9 @@ def test_what_a_worker_has_left_counts_the_rows_without_an_outcome(harness: Clie
     one, two = harness.take(client, 1), harness.take(client, 2)
     assert one is not None
     assert two is not None
-    client.send_heartbeat([one, two], WorkerLoad(tokens_per_second=50.0, unfinished={(harness.job, 1): 1 / 3}))
+    load = WorkerLoad(tokens_per_second=50.0, unfinished={(harness.job, 1): 1 / 3}, max_num_seqs=512)
+    client.send_heartbeat([one, two], load)
     (state,) = harness.beats.workers()
+    assert state.max_num_seqs == 512
     assert state.tokens_per_second == 50.0
     assert state.waiting_tokens == 12 + 12, "a third of three rows, and all of the one that nothing is said of"

@@ -89,11 +89,12 @@ def test_given_a_step_that_outlasts_heartbeats_then_the_worker_sends_them_meanwh
         dtype="float32", max_model_len=128, cache=CacheConfig(block_size=16), schedule=ScheduleConfig(max_num_seqs=4)
     )
     model = LoadedModel.load(model_folder, name="tiny", config=config)
-    clock, sent = kit.FakeClock(), threading.Semaphore(0)
+    clock, sent, rows = kit.FakeClock(), threading.Semaphore(0), set[int | None]()
 
     class Sink(kit.MemorySink):  # type: ignore[misc,name-defined]
-        def send_heartbeat(self, *args: Any) -> None:
-            super().send_heartbeat(*args)
+        def send_heartbeat(self, held: Any, load: WorkerLoad) -> None:
+            super().send_heartbeat(held, load)
+            rows.add(load.max_num_seqs)
             clock.sleep(HEARTBEAT_SECONDS)  # the next one is due
             sent.release()
 
@@ -114,3 +115,4 @@ def test_given_a_step_that_outlasts_heartbeats_then_the_worker_sends_them_meanwh
     sink = Sink()
     ShardWorker(model, kit.ListSource([kit.make_work([kit.chat(max_tokens=2)])]), sink, clock).run()
     assert list(sink.parts) == [1]
+    assert rows == {4}

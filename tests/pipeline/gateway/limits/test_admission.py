@@ -300,6 +300,18 @@ def test_the_default_limit_of_rows_grows_with_the_live_workers() -> None:
     assert TenantCapacity(clock, beats, 64).rows() == 192
 
 
+def test_the_default_limit_of_rows_is_half_of_the_workers_batches() -> None:
+    """With 64 of a worker that has no model yet, and where there is none."""
+    clock = SimulatedClock()
+    beats = MemoryHeartbeats(clock, 1_000.0)
+    half, given = TenantCapacity(clock, beats), TenantCapacity(clock, beats, 10)
+    assert (half.rows(), given.rows()) == (64, 10)
+    for name, rows in (("large", 1024), ("small", 1), ("loading", None)):
+        beats.send_heartbeat(WorkerState(name, max_num_seqs=rows))
+    clock.sleep(2.0)
+    assert (half.rows(), given.rows()) == (512 + 1 + 64, 30)
+
+
 def test_the_default_limit_of_rows_is_unchanged_while_heartbeats_cant_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimulatedClock()
     beats = MemoryHeartbeats(clock, 1_000.0)
