@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx2
 import orjson
@@ -41,6 +43,7 @@ from pipeline.gateway.inference.request_builder import InferenceRequestBuilder, 
 from pipeline.gateway.inference.response_cache import MemoryResponseStore, ResponseCache
 from pipeline.gateway.inference.responses import InferenceResponses, StreamSettings
 from pipeline.gateway.limits.admission import RateLimiter, RateSettings
+from pipeline.gateway.openapi.request_schemas import build_schemas
 from pipeline.gateway.routes.dependencies import GatewayDependencies
 from pipeline.gateway.status import Status
 from pipeline.ingest.intake import Intake, IntakeSettings
@@ -58,6 +61,11 @@ from tests.pipeline.gateway.lane_worker import LaneWorker
 from tests.pipeline.gateway.witness import Watched, Witness
 from tests.pipeline.made_jobs import MODELS, PIN, computed, report
 from tests.waiting import HANG_SECONDS
+
+SCHEMAS = cache(build_schemas)
+DOCUMENTS: dict[tuple[str, str | None], dict[str, Any]] = {}
+"""OpenAPI documents by a gateway's options and default model. Most of the processor time of a short test would be
+spent on making one."""
 
 
 class ShiftedClock(SystemClock):
@@ -180,9 +188,13 @@ def run_http_harness(
             streams,
         )
         server = GatewayServer(options, listen("127.0.0.1", 0), header_seconds, max_connections)
-        app = make_app(parts, server.draining.is_set, answers)
+        with mock.patch("pipeline.gateway.app.build_schemas", SCHEMAS):
+            app = make_app(parts, server.draining.is_set, answers)
         inside: Any = app.app
-        witness = Witness(inside.openapi())
+        given = repr(options), answers.builder.default_model
+        if given not in DOCUMENTS:
+            DOCUMENTS[given] = inside.openapi()
+        witness = Witness(DOCUMENTS[given])
         watched: Any = Watched(app, witness)
         late = threading.Event()
         threads: list[Callable[[], Any]] = [
