@@ -57,6 +57,8 @@ from workers.translation.responses import ResponseBuilder
 from workers.translation.unexpected import unforeseen
 
 _TAKE_SECONDS: Final = 1.0
+_MAX_TAKEN: Final = 128
+"""Limit of the requests that are taken in one call, so that workers with large batches share a burst."""
 _RETRY_SECONDS: Final = 1.0
 _LAST_EMIT_SECONDS: Final = 5.0
 _MAX_BATCH_EVENTS: Final = 256
@@ -356,7 +358,7 @@ class LaneServer:
             if room <= 0:
                 continue
             try:
-                taken = self._lane.take([self._key], room, _TAKE_SECONDS, shares)
+                taken = self._lane.take([self._key], min(room, _MAX_TAKEN), _TAKE_SECONDS, shares)
             except ServiceUnavailable as error:
                 logger.warning("requests can't be taken from the lane", reason=str(error))
                 self._closed.wait(_RETRY_SECONDS)

@@ -418,6 +418,27 @@ def test_many_are_answered_at_once(host: Any, kit: Any, lane: MemoryLane, work: 
     assert [found[one.id] for one in requests] == alone
 
 
+def test_a_burst_is_left_to_others_in_part_although_the_batch_has_room(
+    host: Any, kit: Any, lane: MemoryLane, work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = host(max_num_seqs=512)
+    requests = [request(model, kit.chat(f"{n}", max_tokens=2), f"r{n}") for n in range(300)]
+    for one in requests:
+        lane.send(one)
+    sizes, take = list[int](), lane.take
+
+    def record(*arguments: Any) -> list[LaneRequest]:
+        taken = take(*arguments)
+        sizes.append(len(taken))
+        return taken
+
+    monkeypatch.setattr(lane, "take", record)
+    work(model)
+    for one in requests:
+        assert isinstance(events_of(lane, one)[-1], EndEvent)
+    assert [size for size in sizes if size] == [128, 128, 44]
+
+
 @pytest.mark.parametrize("serving", [LaneServing(emit_interval_seconds=0.01), LaneServing(emit_interval_seconds=60.0)])
 def test_a_cancel_frees_the_engine(host: Any, kit: Any, lane: MemoryLane, work: Any, serving: LaneServing) -> None:
     # Given a worker that emits often and seldom renews its holds, or the other way round, when a caller disconnects,
