@@ -92,12 +92,16 @@ def check_cases(context: Context) -> dict[str, Case]:
     """Shapes to check: several lengths, a chunk in the middle, other head counts, long keys that are split."""
     if context.dry:
         small = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16}
-        return {"mixed": Case("mixed", (3, 17), ((5, 9),), **small)}
+        return {
+            "mixed": Case("mixed", (3, 17), ((5, 9),), **small),
+            "shared": Case("shared", (40, 33, 50), ((5, 9),), shared=32, **small),
+        }
     return {
         "mixed": Case("mixed", (1, 31, 32, 700, 2047), ((0, 33), (64, 700), (1000, 1))),
         "qwen heads": Case("qwen heads", tuple(range(1, 400, 7)), ((100, 200),), heads=16, kv_heads=2),
         "head_dim 64": Case("head_dim 64", (5, 900), ((7, 65),), heads=9, kv_heads=3, head_dim=64),
         "long": Case("long", (30_000, 8_000)),
+        "shared": Case("shared", tuple(range(3000, 4200, 20)), ((100, 200),), shared=2976),
         "blocks of 16": Case("blocks of 16", (100, 333), ((40, 300),), block_size=16),
     }
 
@@ -110,6 +114,7 @@ def timed_cases(context: Context) -> list[Case]:
         Case("decode 256 x 1152", (1151,) * 256),
         Case("decode 256 x 1500", (1499,) * 256),
         Case("decode 64 x 8192", (8191,) * 64),
+        Case("decode 256 x 2500, 1984 shared", (2499,) * 256, shared=1984),
         Case("decode 1 x 32768", (32767,)),
         Case("prompts 4 x 2048", (), ((0, 2048),) * 4),
         Case("mixed 255 x 1500 + 2048", (1499,) * 255, ((0, 2048),)),

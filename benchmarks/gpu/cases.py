@@ -14,7 +14,8 @@ from engine.plan import CacheGroup
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A step: single tokens behind `contexts` cached ones, then chunks (cached tokens, tokens of the chunk)."""
+    """A step: single tokens behind `contexts` cached ones, then chunks (cached tokens, tokens of the chunk). The first
+    `shared` tokens, whole blocks, are the same memory for all contexts."""
 
     name: str
     contexts: tuple[int, ...]
@@ -23,6 +24,7 @@ class Case:
     kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 32
+    shared: int = 0
 
     @property
     def starts(self) -> list[int]:
@@ -35,7 +37,7 @@ class Case:
     @property
     def kv_tokens(self) -> int:
         """Keys that are read, each once."""
-        return sum(self.starts) + sum(self.counts)
+        return sum(self.starts) + sum(self.counts) - self.shared * (len(self.contexts) - 1 if self.shared else 0)
 
     @property
     def pairs(self) -> int:
@@ -87,10 +89,13 @@ def make(case: Case, dtype: torch.dtype, device: torch.device) -> Made:
     order = rng.permutation(np.arange(1, blocks))
     for row, (first, count) in enumerate(zip(np.cumsum(held) - held, held, strict=True)):
         tables[row, :count] = order[first : first + count]
+    tables[: len(case.contexts), : case.shared // case.block_size] = tables[0, : case.shared // case.block_size]
     rows = np.repeat(np.arange(len(starts)), ends)
     at = np.arange(len(rows)) - np.repeat(np.cumsum(ends) - ends, ends)
     slots = tables[rows, at // case.block_size].astype(np.int64) * case.block_size + at % case.block_size
     new = at >= starts[rows]
+    source = np.where((at < case.shared) & (rows < len(case.contexts)), at, np.arange(len(rows)))
+    of = torch.from_numpy(source).to(device)
 
     def numbers(count: int, heads: int) -> Tensor:
         shape = (count, heads, case.head_dim)
@@ -106,8 +111,8 @@ def make(case: Case, dtype: torch.dtype, device: torch.device) -> Made:
         filling=filling,
         layout=KVLayout((CacheGroup((0,), None, blocks),), case.block_size, case.kv_heads, case.head_dim, case.heads),
         q=numbers(int(counts.sum()), case.heads),
-        k=numbers(len(slots), case.kv_heads),
-        v=numbers(len(slots), case.kv_heads),
+        k=numbers(len(slots), case.kv_heads)[of],
+        v=numbers(len(slots), case.kv_heads)[of],
         new=torch.from_numpy(new).to(device),
         slots=torch.from_numpy(slots).to(device),
     )
