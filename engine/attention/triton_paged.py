@@ -31,8 +31,12 @@ FP8 = torch.float8_e4m3fn
 MOST_COLUMNS, LEAST_COLUMNS = 64, 16
 """Keys that a program processes per iteration."""
 
-FP8_DECODE_COLUMNS, FP8_DECODE_STAGES = 128, 5
-"""Of decoding with a float8 cache, whose keys have half the bytes: as many bytes as with bfloat16 are on their way."""
+FP8_DECODE = 32, 5, 1, 8
+"""Keys of an iteration, stages, warps and programs (see `Tile`) of decoding with a float8 cache and heads of up to
+`FP8_DECODE_DIMS`: such a program needs no barrier, and eight of them fit a multiprocessor of Hopper's. (256 rows of
+1,500 tokens on an H200: 286 microseconds; 360 with 64 keys and two warps, 359 with 128 keys and four.)"""
+
+FP8_DECODE_DIMS = 128
 
 FP8_SHARED_COLUMNS, FLOAT32_SHARED_WARPS = 32, 8
 """Of a program over keys that sequences share, with a float8 cache and in float32: with more columns or fewer warps the
@@ -59,12 +63,12 @@ for compute capability 7.5, and more than for others."""
 LEAST_ROWS = 16
 """Minimum rows of a product on the matrix units."""
 
+CHUNK_PROGRAMS = 2
+"""`Tile.programs` of chunks."""
+
 MOST_SPLITS = 16
 SPLIT_KEYS = 256
 """Minimum keys of a split: fewer are not worth a second kernel."""
-
-DECODE_PROGRAMS, CHUNK_PROGRAMS = 4, 2
-"""Of a multiprocessor, that splitting aims at: as many fit Hopper's."""
 
 LAUNCHES_BYTES = 16 << 20
 """Bytes of a layer that sharing prefixes must save at least: what a Hopper reads in the 4 microseconds that two more
@@ -73,13 +77,21 @@ launches take."""
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries and keys of a program per iteration, the iterations that are on their way (Triton's stages), and the
-    program's warps."""
+    """How a kernel is compiled.
+
+    Attributes:
+        queries, columns: of a program; keys per iteration.
+        stages: Triton's, of which iterations on their way are one less, and half of that where keys are found by way
+            of a table.
+        warps: of a program.
+        programs: of a multiprocessor, that splitting aims at: as many fit Hopper's.
+    """
 
     queries: int
     columns: int
     stages: int = 3
     warps: int = 4
+    programs: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,10 +249,10 @@ class TritonPagedAttention:
         launches = []
         if decodes:
             shared = None if prefixes is None else self._share(at[4:], decodes, int(parts[-1].max()))
-            splits = self._splits(decodes, longest, DECODE_PROGRAMS)
+            splits = self._splits(decodes, longest, self._decode_tile)
             launches.append(Tiles(at[0], at[1], 0, decodes, self._decode_tile, splits, shared))
         if chunks := len(at[2]):
-            splits = self._splits(chunks, int((batch.starts + batch.counts)[decodes:].max()), CHUNK_PROGRAMS)
+            splits = self._splits(chunks, int((batch.starts + batch.counts)[decodes:].max()), self._chunk_tile)
             tokens = int(batch.counts[decodes:].sum())
             launches.append(Tiles(at[2], at[3], decodes, tokens, self._chunk_tile, splits))
         return TritonStep(starts, counts, begins, tables, slots, tuple(launches))
@@ -280,7 +292,7 @@ class TritonPagedAttention:
         starts, counts, begins, *rest = torch.split(buffer, sizes)
         slots, at = tuple(rest[: self.num_groups]), rest[self.num_groups :]
         longest = table_width * self.storage.layout.block_size
-        splits = self._splits(decodes, longest, DECODE_PROGRAMS)
+        splits = self._splits(decodes, longest, self._decode_tile)
         together = self._share(at[4:], decodes, longest) if shared else None
         launches = [Tiles(at[0], at[1], 0, decodes, self._decode_tile, splits, together)]
         if chunks:
@@ -455,17 +467,14 @@ class TritonPagedAttention:
         """Return the tiles of decoding sequences, of chunks and of shared keys: as many keys as fit the device's shared
         memory."""
         columns = self._columns(self._chunk_queries, self._most_chunk_columns)
-        chunk = shared = Tile(self._chunk_queries, columns, warps=self._warps)
+        chunk = shared = Tile(self._chunk_queries, columns, warps=self._warps, programs=CHUNK_PROGRAMS)
         decode = Tile(self._decode_queries, self._columns(self._decode_queries, MOST_COLUMNS), warps=self._warps)
         if self._item == 1:
             shared = replace(chunk, columns=min(columns, FP8_SHARED_COLUMNS))
         if self._item == 4:
             shared = replace(chunk, warps=FLOAT32_SHARED_WARPS)
-        if self._item == 1 and not self._rests:
-            columns = FP8_DECODE_COLUMNS
-            held = (2 * self._decode_queries * self._heads + 5 * columns) * self._dims
-            if 2 * held <= self._shared:  # else one program would have a multiprocessor to itself
-                decode = Tile(self._decode_queries, columns, FP8_DECODE_STAGES, self._warps)
+        if self._item == 1 and not self._rests and self._dims <= FP8_DECODE_DIMS:
+            decode = Tile(self._decode_queries, *FP8_DECODE)
         return decode, chunk, shared
 
     def _columns(self, queries: int, most: int) -> int:
@@ -482,11 +491,10 @@ class TritonPagedAttention:
         row = (self._dims + self._rests) * max(self._item, 2)
         return bool((queries * self._heads + held * columns) * row <= self._shared)
 
-    def _splits(self, tiles: int, longest: int, programs: int) -> int:
-        """Return the number of programs that share the keys of each tile, with `longest` keys to read and so many
-        programs wanted for a multiprocessor."""
+    def _splits(self, tiles: int, longest: int, tile: Tile) -> int:
+        """Return the number of programs that share the keys of each of so many tiles, with `longest` keys to read."""
         whole = tiles * self.storage.layout.num_kv_heads * self._parts
-        wanted: int = min(programs * self._processors // max(1, whole), longest // SPLIT_KEYS, MOST_SPLITS)
+        wanted: int = min(tile.programs * self._processors // max(1, whole), longest // SPLIT_KEYS, MOST_SPLITS)
         return max(1, wanted)
 
     def _chunk_tiles(self, batch: AttentionBatch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -519,7 +527,7 @@ class TritonPagedAttention:
         """The launch over `_shared_tiles`, of sequences that share `longest` keys at most. All tiles have as many
         programs as if all sequences shared one prefix."""
         assert self._shared_group is not None
-        splits = self._splits(-(-decodes // self._chunk_queries), longest, CHUNK_PROGRAMS)
+        splits = self._splits(-(-decodes // self._chunk_queries), longest, self._shared_tile)
         keys, rows, tile_keys = at
         return SharedTiles(keys, rows, tile_keys, splits, self._shared_group)
 

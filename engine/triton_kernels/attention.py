@@ -143,7 +143,11 @@ def _walk_keys(  # type: ignore[no-untyped-def]
         in_rest = rest < HEAD_DIM
     most = tl.full((queries.shape[0],), float("-inf"), tl.float32)
     total = tl.zeros((queries.shape[0],), tl.float32)
-    sums = tl.zeros((queries.shape[0], DIMS), tl.float32)
+    # Codes of values are multiplied as even and odd elements: two are read from shared memory at once, not one.
+    HALVED: tl.constexpr = NARROW and not LATENT
+    sums = tl.zeros((queries.shape[0], DIMS // 2 if HALVED else DIMS), tl.float32)
+    odd_sums = sums
+    of_sums = 0.0  # the largest scale of values so far, by which weights are divided, and `sums` would be multiplied
     for at in range(lowest, end, COLUMNS):
         column = at + tl.arange(0, COLUMNS)
         there = (column < end) & (column >= least)
@@ -171,19 +175,28 @@ def _walk_keys(  # type: ignore[no-untyped-def]
         shrink = tl.exp2(most - base)
         total = total * shrink + tl.sum(weights, 1)
         value = value.to(queries.dtype)
-        sums = sums * shrink[:, None]
         if SCALED:
             of_values = tl.load(value_scales + slot, mask=there, other=0.0)
             if NARROW:
-                largest = tl.max(of_values, 0)
-                weights *= (of_values / tl.where(largest > 0, largest, 1.0))[None, :]
-                sums += tl.dot(weights.to(queries.dtype), value, input_precision="ieee") * largest
+                largest = tl.maximum(of_sums, tl.max(of_values, 0))
+                divisor = tl.where(largest > 0, largest, 1.0)
+                shrink *= of_sums / divisor
+                weights *= (of_values / divisor)[None, :]
+                of_sums = largest
             else:
                 weights *= of_values[None, :]
-                sums = tl.dot(weights.to(queries.dtype), value, sums, input_precision="ieee")
-        else:
-            sums = tl.dot(weights.to(queries.dtype), value, sums, input_precision="ieee")
+        weights = weights.to(queries.dtype)
+        sums = sums * shrink[:, None]
+        if HALVED:
+            odd_sums = odd_sums * shrink[:, None]
+            value, odd = tl.split(tl.reshape(value, (COLUMNS, DIMS // 2, 2)))
+            odd_sums = tl.dot(weights, odd, odd_sums, input_precision="ieee")
+        sums = tl.dot(weights, value, sums, input_precision="ieee")
         most = higher
+    if HALVED:
+        sums = tl.reshape(tl.join(sums, odd_sums), (queries.shape[0], DIMS))
+    if NARROW:
+        sums *= of_sums
     return most, total, sums
 
 

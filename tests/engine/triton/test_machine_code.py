@@ -23,11 +23,13 @@ class Budget(NamedTuple):
     programs: at least so many fit a multiprocessor.
     in_flight: at least so many KiB of a multiprocessor's asynchronous copies are not waited for yet.
     narrow: at most so many loads and copies of fewer than 16 bytes a thread: of block tables, lengths and factors.
+    spills: at most so many instructions read or write the stack: registers that were spilled to it.
     """
 
     programs: int
     in_flight: int
     narrow: int
+    spills: int = 0
 
 
 BUDGETS = {
@@ -36,9 +38,9 @@ BUDGETS = {
     ("decode bf16, split", "attend_tiles"): Budget(4, 128, 53),
     ("decode bf16, SmolLM2-1.7B", "attend_tiles"): Budget(6, 112, 29),
     ("decode bf16, SmolLM2-135M", "attend_tiles"): Budget(5, 96, 29),
-    ("decode fp8", "attend_tiles"): Budget(2, 128, 64),
-    ("decode fp8, split", "attend_tiles"): Budget(2, 128, 64),
-    ("decode fp8, SmolLM2-135M", "attend_tiles"): Budget(2, 64, 40),
+    ("decode fp8", "attend_tiles"): Budget(8, 128, 20, spills=32),  # Triton 3.9; of 2,700 instructions
+    ("decode fp8, split", "attend_tiles"): Budget(8, 128, 20),
+    ("decode fp8, SmolLM2-135M", "attend_tiles"): Budget(8, 64, 20),
     ("decode float32", "attend_tiles"): Budget(2, 128, 101),
     ("shared bf16", "attend_tiles"): Budget(4, 128, 54),
     ("shared fp8", "attend_tiles"): Budget(2, 128, 65),
@@ -75,8 +77,6 @@ BUDGETS = {
         for kernel, programs, narrow in (("_add_norm", 2, 0), ("_rotate_and_store", 9, 7), ("_activate", 1, 0))
     },
 }
-"""No kernel uses the stack: registers that were spilled to it are read back from memory."""
-
 FEW = ["decode fp8", "int4 by 32, 16 rows", "layer in fp8, Llama-3.1-8B"]
 """Cases that are compiled in CI; the others are exhaustive."""
 
@@ -107,7 +107,8 @@ def test_kernels_stay_within_their_budgets(cases: list[str], tmp_path: Path) -> 
             code.programs >= budget.programs
             and code.in_flight >= budget.in_flight << 10
             and code.narrower(16) <= budget.narrow
-            and code.stack == code.spills == 0
+            and code.spills <= budget.spills
+            and (code.stack == 0 or budget.spills > 0)
         )
         over += [] if within else [(key, budget, code)]
     assert over == []
