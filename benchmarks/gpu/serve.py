@@ -31,14 +31,21 @@ _GAP_STEPS = 20
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Prompt and answer tokens of every request."""
+    """Prompt and answer tokens of every request, and how its tokens are drawn (1: greedy)."""
 
     isl: int
     osl: int
+    top_p: float = 1.0
 
     @property
     def name(self) -> str:
-        return f"{self.isl}/{self.osl}"
+        drawn = f", top_p {self.top_p}" if self.top_p < 1 else ""
+        return f"{self.isl}/{self.osl}{drawn}"
+
+    def params(self, answer: int) -> SamplingParams:
+        """Of a request with so many tokens still to come."""
+        temperature = 1.0 if self.top_p < 1 else 0.0
+        return SamplingParams(max_tokens=answer, temperature=temperature, top_p=self.top_p, seed=1, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +74,8 @@ def variants(context: Context) -> list[Variant]:
 def cells(context: Context) -> list[Cell]:
     """The lengths that are measured."""
     if context.dry:
-        return [Cell(8, 8), Cell(24, 4)]
-    return [Cell(1000, 1000), Cell(128, 128), Cell(128, 2048), Cell(2048, 128)]
+        return [Cell(8, 8), Cell(8, 8, top_p=0.9), Cell(24, 4)]
+    return [Cell(1000, 1000), Cell(1000, 1000, top_p=0.9), Cell(128, 128), Cell(128, 2048), Cell(2048, 128)]
 
 
 def engine_for(context: Context, model: str, variant: Variant, wanted: Iterable[Cell]) -> Engine:
@@ -145,7 +152,7 @@ class Flow:
         name = f"{self.cell.name}-{self._made}"
         ids = self._rng.integers(3, self.engine.spec.vocab_size, prompt).astype(np.int32)
         self._open.add(name)
-        self.engine.add(Request(name, ids, SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)))
+        self.engine.add(Request(name, ids, self.cell.params(answer)))
 
 
 def window(flow: Flow, context: Context) -> dict[str, Any]:
@@ -219,18 +226,20 @@ def against_bound(rate: float, cell: Cell, model: str, variant: Variant, context
 
 
 def run(context: Context) -> Iterator[Part]:
-    """All cells of all forms of both models; the most wanted first, for time may run out."""
-    models = context.sized((LLAMA, QWEN), ("tiny-llama", "tiny-qwen3"))
-    plan = [(model, variant) for model in models for variant in variants(context)]
-    plan.sort(key=lambda pair: (variants(context).index(pair[1]) == 2, models.index(pair[0])))
-    for model, variant in plan:
-        yield from of_model(context, model, variant)
+    """All cells of all forms of both models; the most wanted first, for time may run out: one cell of each form of the
+    first model, then the rest of it, then the other model."""
+    first, second = context.sized((LLAMA, QWEN), ("tiny-llama", "tiny-qwen3"))
+    every, forms = cells(context), variants(context)
+    plan = [(first, form, every[:2] if form is forms[0] else every[:1]) for form in forms]
+    plan += [(first, form, every[2:] if form is forms[0] else every[1:]) for form in forms]
+    plan += [(second, form, every) for form in forms]
+    for model, variant, wanted in plan:
+        yield from of_model(context, model, variant, wanted)
         free_memory(context.device)
 
 
-def of_model(context: Context, model: str, variant: Variant) -> Iterator[Part]:
+def of_model(context: Context, model: str, variant: Variant, wanted: list[Cell]) -> Iterator[Part]:
     """One model in one form, on one engine; when this ends, nothing holds it any more."""
-    wanted = cells(context)
     label = f"{model} {variant.name}"
     engines: list[Engine] = []
 

@@ -66,7 +66,7 @@ LEAST_ROWS = 16
 CHUNK_PROGRAMS = 2
 """`Tile.programs` of chunks."""
 
-MOST_SPLITS = 16
+MOST_SPLITS = 64
 SPLIT_KEYS = 256
 """Minimum keys of a split: fewer are not worth a second kernel."""
 

@@ -20,7 +20,19 @@ import torch
 from packaging.requirements import Requirement
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import attention, carry, correctness, machine, mixed, peers, profile_stage, profiling, report, serve
+from benchmarks.gpu import (
+    attention,
+    carry,
+    correctness,
+    kernels,
+    machine,
+    mixed,
+    peers,
+    profile_stage,
+    profiling,
+    report,
+    serve,
+)
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.roofline import Form, Rates, Shape, bound
 from tests.waiting import HANG_SECONDS
@@ -153,7 +165,7 @@ def test_given_a_lease_when_its_stages_begin_then_each_has_the_time_that_it_asks
     first = {
         "machine": machine._SECONDS, "correctness": correctness._MODEL_SECONDS, "attention": attention._CASE_SECONDS,
         "serve": serve._LOAD_SECONDS + 10, "mixed": mixed._SECONDS, "peers": peers._START_SECONDS,
-        "profile": profile_stage._SECONDS,
+        "profile": profile_stage._SECONDS, "kernels": kernels._SECONDS,
     }  # fmt: skip
     calls = (ROOT / "benchmarks" / "gpu" / "lease.sh").read_text(encoding="utf-8").split(";;")
     stages = [re.findall(r"^ +stage (\w+) (\d+)$", lines, re.MULTILINE) for lines in calls]
@@ -420,7 +432,7 @@ def check_attention(parts: dict[str, Any]) -> None:
 
 def check_steady_states(parts: dict[str, Any]) -> None:
     cells = {name: part for name, part in parts.items() if "output_tokens" in part}
-    assert len(cells) == 2 * 2 * 2, "models, forms, lengths"
+    assert len(cells) == 2 * 2 * 3, "models, forms, cells"
     for name, cell in cells.items():
         assert cell["output_tokens_per_second"] == pytest.approx(cell["output_tokens"] / cell["seconds"], rel=1e-4)
         assert cell["steps"] * 4 >= cell["output_tokens"] > 0, name
