@@ -83,6 +83,7 @@ DIFFERENCES: Final[Mapping[str, Mapping[str, Any]]] = {
     "gemma3n_text": _PER_LAYER | {"num_hidden_layers": 5, "num_kv_shared_layers": 0, "laurel_rank": 8},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "gemma4_text": _PER_LAYER,
+    "glm4v_moe": {"text_config": {"head_dim": 128}},
     "gpt_neo": {"attention_types": [[["global"], 2]]},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["linear_attention", "full_attention"]},

@@ -332,6 +332,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**_DELTA, **_DELTA_MOE}),
     "deepseek-v2": ("DeepseekV2Config", {**_DEEPSEEK_V2, "q_lora_rank": 16, "attention_bias": True}),
     "deepseek-v2-lite": ("DeepseekV2Config", {**_DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"}),
+    "sarvam-mla": ("SarvamMLAConfig", {**_DEEPSEEK_V3, **_LATENT_YARN}),
     "deepseek-v3": ("DeepseekV3Config", {**_DEEPSEEK_V3, **_LATENT_YARN, "q_lora_rank": 16}),
     "deepseek-v3-halves": ("DeepseekV3Config", {**_DEEPSEEK_V3, "q_lora_rank": None, "rope_interleave": False}),
     "glm4-moe-lite": ("Glm4MoeLiteConfig", {**_DEEPSEEK, **_UNGROUPED, "q_lora_rank": 16}),
@@ -352,6 +353,7 @@ MIXTURES = (
     "glm4-moe-grouped", "gpt-oss", "llama4", "llama4-yarn", "llama4-plain", "hunyuan-moe", "hy-v3", "minimax-m2",
     "exaone-moe", "solar-open", "mellum", "flex-olmo", "cohere2-moe", "cohere2-moe-sigmoid", "deepseek-v2",
     "deepseek-v2-lite", "deepseek-v3", "deepseek-v3-halves", "glm4-moe-lite", "granite-moe-shared", "granite4-nope",
+    "sarvam-mla",
 )  # fmt: skip
 """Families with experts that the fused decoder computes."""
 
@@ -374,6 +376,7 @@ WITH_STATES = (
 
 LATENT = (
     "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "deepseek-v3-halves", "glm4-moe-lite", "youtu", "minicpm3",
+    "sarvam-mla",
 )  # fmt: skip
 """Families with latent attention."""
 

@@ -29,8 +29,9 @@ FAST_FLOPS = 6.4e14
 STEP_SECONDS = 0.25
 """Computing time of a step where no latency is an objective: longer steps would hardly save anything."""
 
-LAUNCH_SECONDS = 50e-6
-"""Time in which the host launches a layer."""
+LAUNCH_SECONDS = 600e-6
+"""Time in which the host launches a layer: on an H200's, steps of 500 tokens of an 8B model (32 layers, 17 ms of
+computing) took 1.6 ms longer without a graph (docs/gpu.md)."""
 
 SHORT_TOKENS = 512
 """Assumed length of a sequence when the work is unknown: short, because rows that find no memory only wait."""
@@ -102,7 +103,7 @@ def choose_step_size(
     rows = min(
         2 * fitting, tokens / 2, STEP_SECONDS / 2 / token_seconds, free_bytes / 32 / LOGIT_BYTES / spec.vocab_size
     )
-    graph_tokens = _within(LAUNCH_SECONDS * spec.num_layers / token_seconds, GRAPH_TOKENS)
+    graph_tokens = _within(2 * LAUNCH_SECONDS * spec.num_layers / token_seconds, GRAPH_TOKENS)  # above it, likewise
     return StepSize(_within(rows, ROWS), tokens, graph_tokens)
 
 

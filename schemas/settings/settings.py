@@ -146,8 +146,8 @@ class GpuOptions(BaseModel):
             weights and the largest step leave of it.
         cuda_graphs: record the forward passes of small steps at the engine's start, which takes seconds and saves
             launches; None: where model and attention allow it. True: refuse to start where they don't.
-        max_graph_tokens: most tokens of a recorded step that doesn't only decode; None: 512, and more for models below
-            a billion parameters.
+        max_graph_tokens: most tokens of a recorded step that doesn't only decode; None: 512 to 4,096, by
+            device and model.
         async_scheduling: plan a step while the previous one is computed; None: on a CUDA device.
     """
 

@@ -84,6 +84,7 @@ _FAMILIES: Mapping[str, Family] = {
     "qwen3_next": delta.qwen3_next,
     "qwen3_vl_moe_text": mixtures.qwen3_vl_moe,
     "qwen3_vl_text": dense.qwen3_vl,
+    "sarvam_mla": latent.deepseek_v3,
     "seed_oss": dense.seed_oss,
     "smollm3": dense.smollm3,
     "solar_open": mixtures.solar_open,

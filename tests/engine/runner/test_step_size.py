@@ -54,22 +54,22 @@ def chosen(device: float, spec: ModelSpec, bytes_per_parameter: float = 2.0, **g
 @pytest.mark.parametrize(
     ("device", "spec", "bytes_per_parameter", "rows", "tokens", "graph_tokens"),
     [
-        (H200, SMOL_135M, 2, 4096, 16384, 2048),
-        (H100, SMOL_135M, 2, 2048, 16384, 2048),
-        (A10G, SMOL_135M, 2, 1024, 16384, 512),
-        (T4, SMOL_135M, 2, 512, 16384, 512),
-        (H100, LLAMA_1B, 2, 1024, 16384, 512),
+        (H200, SMOL_135M, 2, 4096, 16384, 4096),
+        (H100, SMOL_135M, 2, 2048, 16384, 4096),
+        (A10G, SMOL_135M, 2, 1024, 16384, 4096),
+        (T4, SMOL_135M, 2, 512, 16384, 2048),
+        (H100, LLAMA_1B, 2, 1024, 16384, 4096),
         (A10G, LLAMA_1B, 2, 256, 4096, 512),
         (T4, LLAMA_1B, 2, 128, 2048, 512),
-        (H200, LLAMA_8B, 2, 2048, 8192, 512),
-        (H100, LLAMA_8B, 2, 1024, 8192, 512),
+        (H200, LLAMA_8B, 2, 2048, 8192, 1024),
+        (H100, LLAMA_8B, 2, 1024, 8192, 1024),
         (A100, LLAMA_8B, 2, 1024, 2048, 512),
         (A10G, LLAMA_8B, 2, 128, 2048, 512),
         (A10G, LLAMA_8B, 0.6, 256, 2048, 512),
         (T4, LLAMA_8B, 0.6, 128, 2048, 512),
         (H200, LLAMA_70B, 1, 512, 2048, 512),
         (H100, LLAMA_70B, 1, 128, 2048, 512),
-        (H100, QWEN_30B_A3B, 2, 256, 8192, 512),
+        (H100, QWEN_30B_A3B, 2, 256, 8192, 4096),
     ],
 )
 def test_the_size_follows_from_memory_and_model(
@@ -108,7 +108,7 @@ def test_planned_work_and_a_given_cache_change_the_rows() -> None:
 def test_ranks_share_the_work_of_a_step() -> None:
     part = shape(80, 2, 128, 8192, 128_256, 70.6e9)
     free = int(H200 * 0.9 * GIB - 70.6e9 / 4)
-    assert choose_step_size(part, int(H200 * GIB), free, ranks=4) == (2048, 4096, 512)
+    assert choose_step_size(part, int(H200 * GIB), free, ranks=4) == (2048, 4096, 1024)
 
 
 def test_a_sequence_takes_its_windows_and_its_states() -> None:

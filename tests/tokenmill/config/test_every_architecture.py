@@ -89,7 +89,7 @@ def _says(architecture: str, engine: str) -> bool:
 
 def _check_answers(folder: Path, engine: EngineName) -> None:
     config = EngineConfig(dtype="float32", max_model_len=64, threads=1, own_models=engine == "tokenmill")
-    loaded = load_engine(folder, config, engine)
+    loaded = load_engine(folder, config, engine, str)
     assert isinstance(loaded, Engine)
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     done = loaded.run([Request(str(i), as_token_ids(range(5 + i, 12 + i)), params) for i in range(2)])

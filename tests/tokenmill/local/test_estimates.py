@@ -141,7 +141,7 @@ def test_given_a_device_here_when_a_job_is_rehearsed_then_with_the_size_that_loa
         assert (config.schedule.rows, config.schedule.tokens) == (96, 16384)
         large = replace(spec, num_layers=32, windows=(None,) * 32, num_parameters=8_000_000_000, hidden_size=4096)
         config = sized(EngineOptions(quantize="int4").config(), large, model_folder)
-        assert (config.schedule.tokens, config.graph_tokens) == (8192, 512)
+        assert (config.schedule.tokens, config.graph_tokens) == (8192, 1024)
         larger = replace(large, num_parameters=130_000_000_000, num_active_parameters=8_000_000_000)
         config = sized(EngineOptions(quantize="int4", max_num_seqs=500).config(), larger, model_folder)
         assert (config.schedule.rows, config.schedule.tokens) == (500, 4096), "61 of 80 GiB are weights"
