@@ -122,6 +122,21 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda and name != "cpu" else torch.device("cpu")
 
 
+def gpu_uuids(config: EngineConfig) -> tuple[str, ...]:
+    """Return the UUIDs of the GPUs, or MIG instances, that a loaded engine with this configuration computes on, in the
+    order of its ranks; on a CPU there are none. CUDA reports them, without a prefix, whatever made which devices
+    visible in which order.
+
+    Raises:
+        EngineError: the device is not there, or not supported.
+    """
+    device = resolve_device(config.device)
+    if device.type != "cuda":
+        return ()
+    ranks = range(config.tensor_parallel) if config.tensor_parallel > 1 else (device.index,)
+    return tuple(str(torch.cuda.get_device_properties(rank).uuid) for rank in ranks)
+
+
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype to compute in; "auto" is bfloat16 where the device multiplies it natively, else float32 on a CPU
     and float16 on a CUDA device."""

@@ -18,7 +18,7 @@ from pipeline.ports import Clock, Heartbeats
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import JobStatus
 from schemas.jobs.results import RowStatus
-from schemas.workers.metrics import HistogramSample, SloMetrics, SloWeights, WorkerMetrics
+from schemas.workers.metrics import THROTTLE_REASONS, GpuMetrics, HistogramSample, SloMetrics, SloWeights, WorkerMetrics
 
 if TYPE_CHECKING:
     from pipeline.gateway.http.metrics import HttpMetrics
@@ -276,6 +276,8 @@ def _worker(samples: Samples, known: WorkerMetrics, worker: str | None) -> None:
     value("tokenmill_lane_requests", known.lane_waiting, "waiting")
     if known.pace is not None:
         _pace(value, known.pace)
+    for gpu in known.gpus:
+        _gpu(value, gpu)
 
 
 def _pace(value: Callable[..., None], pace: SloMetrics) -> None:
@@ -289,3 +291,21 @@ def _pace(value: Callable[..., None], pace: SloMetrics) -> None:
     missed = {"ttft": pace.late_first_tokens, "itl": pace.late_tokens, "deadline": pace.drops}
     for promise, count in missed.items():
         value("tokenmill_slo_missed_total", count, promise)
+
+
+def _gpu(value: Callable[..., None], gpu: GpuMetrics) -> None:
+    amounts = {
+        "memory_bytes": gpu.memory_bytes,
+        "memory_used_bytes": gpu.memory_used_bytes,
+        "utilization_ratio": gpu.utilization,
+        "power_watts": gpu.power_watts,
+        "power_limit_watts": gpu.power_limit_watts,
+        "temperature_celsius": gpu.temperature_celsius,
+        "sm_clock_hertz": gpu.sm_clock_hertz,
+    }
+    for name, amount in amounts.items():
+        if amount is not None:
+            value(f"tokenmill_gpu_{name}", amount, gpu.device, gpu.uuid)
+    if gpu.throttled is not None:
+        for reason in THROTTLE_REASONS:
+            value("tokenmill_gpu_throttled", int(reason in gpu.throttled), gpu.device, gpu.uuid, reason)

@@ -1,8 +1,8 @@
 """The definitions of all metrics: name, kind, help and labels.
 
-Label values are fixed words (tier, status, kind, …) and names of models that workers serve, never a job, a tenant or
-user input, so their number is bounded. Counters start with their process, so they are summed over processes; gauges of
-the whole installation have the same value in each process that reports them.
+Label values are fixed words (tier, status, kind, …), names of models that workers serve, and their GPUs, never a job, a
+tenant or user input, so their number is bounded. Counters start with their process, so they are summed over processes;
+gauges of the whole installation have the same value in each process that reports them.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Metric:
 _INSTALLATION: Final = ("dispatcher", "gateway")
 _DISPATCHER: Final = ("dispatcher",)
 _GATEWAY: Final = ("gateway",)
+_GPU: Final = ("model", "device", "uuid")
 
 METRICS: Final = (
     # -- workers, since they began to serve their models
@@ -178,6 +179,28 @@ METRICS: Final = (
         "tokenmill_speculation_compared_seconds_total", "counter",
         "Time of the steps that tokenmill_speculation_gained_tokens is estimated over.",
         ("model",),
+    ),
+    Metric("tokenmill_gpu_memory_bytes", "gauge", "Memory of a worker's GPU or MIG instance.", _GPU),
+    Metric(
+        "tokenmill_gpu_memory_used_bytes", "gauge",
+        "Memory of the GPU or MIG instance that all processes and the driver hold.",
+        _GPU,
+    ),
+    Metric(
+        "tokenmill_gpu_utilization_ratio", "gauge",
+        "Share of the last second or less in which a kernel ran on the GPU, however much of it the kernel used; not of "
+        "MIG instances.",
+        _GPU,
+    ),
+    Metric("tokenmill_gpu_power_watts", "gauge", "Power that the GPU draws; not of MIG instances.", _GPU),
+    Metric("tokenmill_gpu_power_limit_watts", "gauge", "Enforced limit of that power.", _GPU),
+    Metric("tokenmill_gpu_temperature_celsius", "gauge", "Temperature of the GPU's chip.", _GPU),
+    Metric("tokenmill_gpu_sm_clock_hertz", "gauge", "Current clock of the GPU's multiprocessors.", _GPU),
+    Metric(
+        "tokenmill_gpu_throttled", "gauge",
+        "1 while the GPU's clocks are lowered for this reason, else 0: sw_power_cap (usual under full load), "
+        "hw_slowdown, sync_boost, sw_thermal_slowdown, hw_thermal_slowdown, hw_power_brake_slowdown.",
+        (*_GPU, "reason"),
     ),
     Metric(
         "tokenmill_store_outage", "gauge",

@@ -143,6 +143,38 @@ class CacheTierMetrics(StoredReport):
     is_on: bool = True
 
 
+THROTTLE_REASONS: Final = (
+    "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal_slowdown", "hw_thermal_slowdown",
+    "hw_power_brake_slowdown",
+)  # fmt: skip
+"""Why a GPU's clocks are lowered, in nvidia-smi's words (clocks_event_reasons), without idleness and chosen clocks."""
+
+
+class GpuMetrics(StoredReport):
+    """One GPU of a worker, or its MIG instance of one. None: the driver doesn't report it.
+
+    Attributes:
+        uuid: as nvidia-smi prints it, "GPU-…" or "MIG-…".
+        device: of the GPU: "nvidia0" is /dev/nvidia0; empty: unknown.
+        memory_bytes, memory_used_bytes: of the GPU or the instance, in total and used by all processes and the driver.
+        utilization: share of the last second or less in which a kernel ran; None for an instance.
+        power_watts, power_limit_watts: drawn, and enforced; None for an instance, because they are the whole GPU's.
+        temperature_celsius, sm_clock_hertz: of the GPU.
+        throttled: of `THROTTLE_REASONS`, those that lower its clocks now.
+    """
+
+    uuid: Annotated[str, Field(min_length=1)]
+    device: str = ""
+    memory_bytes: Count | None = None
+    memory_used_bytes: Count | None = None
+    utilization: Annotated[float, Field(ge=0, le=1)] | None = None
+    power_watts: Amount | None = None
+    power_limit_watts: Amount | None = None
+    temperature_celsius: Signed | None = None
+    sm_clock_hertz: Count | None = None
+    throttled: tuple[str, ...] | None = None
+
+
 class WorkerMetrics(StoredReport):
     """The metrics of one worker, in tokens unless stated otherwise.
 
@@ -161,6 +193,7 @@ class WorkerMetrics(StoredReport):
             over those of the mean one, in the last seconds; None: there were none, or they are not counted.
         lane_open, lane_waiting: interactive requests: in the engine, and accepted but not in it yet.
         pace: None: there is no SLO.  speculation: None: nothing was drafted.  cache_tier: None: there is none.
+        gpus: those that compute the model, in the order of its ranks, without those that can't be read.
         store_outage: why the store is unavailable, so that the worker waits for it; None: it is available.
     """
 
@@ -186,4 +219,5 @@ class WorkerMetrics(StoredReport):
     pace: SloMetrics | None = None
     speculation: SpeculationMetrics | None = None
     cache_tier: CacheTierMetrics | None = None
+    gpus: tuple[GpuMetrics, ...] = ()
     store_outage: str | None = None

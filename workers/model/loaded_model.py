@@ -17,7 +17,7 @@ import torch
 from engine.config import EngineConfig, KVDType, Quantize
 from engine.embedding.embedder import Embedder, Head
 from engine.embedding.engine import EncoderEngine
-from engine.engine import Engine, resolve_device, resolve_dtype
+from engine.engine import Engine, gpu_uuids, resolve_device, resolve_dtype
 from engine.errors import UnsupportedModel
 from engine.groups import GroupEngine
 from engine.models.encoders.classifier import ClassifierSettings, ScoreHead, classifier_settings
@@ -73,6 +73,7 @@ class LoadedModel:
         quantization, kv_dtype: of weights and KV cache, as in the engine's settings.
         facts: the engine's settings, for manifests.
         engine_name, engine_version, engine_options, sampling_defaults: see `ModelPin`.
+        gpu_uuids: see `engine.engine.gpu_uuids`.
         weightless: it replaces a model in tests and measurements; its answers are meaningless.
         grammars: compiles grammars for this model.
     """
@@ -94,6 +95,7 @@ class LoadedModel:
     engine_version: str | None = None
     engine_options: tuple[str, ...] = ()
     sampling_defaults: SamplingDefaults | None = None
+    gpu_uuids: tuple[str, ...] = ()
     weightless: bool = False
     grammars: Grammars = field(init=False, compare=False, repr=False)
 
@@ -224,6 +226,7 @@ class LoadedModel:
             facts=facts,
             quantization=engine.config.quantize,
             kv_dtype=engine.config.kv_dtype,
+            gpu_uuids=() if weightless else gpu_uuids(engine.config),
             weightless=weightless,
         )
 

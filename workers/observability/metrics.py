@@ -7,7 +7,7 @@ seconds, on the thread that steps the engine.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -31,6 +31,7 @@ from schemas.workers.metrics import (
     TokenRates,
     WorkerMetrics,
 )
+from workers.observability.gpu import GpuReader
 from workers.translation.requests import PRIORITIES
 from workers.translation.responses import failure_of
 
@@ -107,13 +108,15 @@ class MetricsReader:
 
     Args:
         model: the model's name.  began: start of serving it, on the worker's clock (seconds).
+        gpu_uuids: of the GPUs that compute it.
     """
 
-    def __init__(self, model: str, engine: StepEngine, began: float) -> None:
+    def __init__(self, model: str, engine: StepEngine, began: float, gpu_uuids: Sequence[str] = ()) -> None:
         self.ended = EndedRequests()
         self._model = model
         self._engine = engine
         self._began = began
+        self._gpus = GpuReader(gpu_uuids)
         # The warm-up's steps are not counted.
         self._before, self._classes_before = engine.stats(), engine.classes()
         self._readings = deque([_Reading(began, self._before, engine.expert_load())])
@@ -161,6 +164,7 @@ class MetricsReader:
             pace=None if stats.slo is None else _slo_metrics(stats.slo),
             speculation=_speculation(stats.speculation),
             cache_tier=None if stats.tier is None else _cache_tier(stats.tier),
+            gpus=self._gpus.read(),
         )
 
     def _tier(self, tier: Tier, counts: ClassStats, then: ClassStats, waiting: int, lane: _TierCounts) -> TierMetrics:

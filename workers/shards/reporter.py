@@ -41,7 +41,7 @@ class WorkerReporter:
         self._next_report = 0.0
         self._counts = WorkerCounts()
         self._rate = RateMeter()
-        self._metrics = MetricsReader(model.name, model.engine, clock.monotonic())
+        self._metrics = MetricsReader(model.name, model.engine, clock.monotonic(), model.gpu_uuids)
         self._heartbeats: HeartbeatSender | None = None
 
     def start(self, heartbeats: HeartbeatSender) -> None:

@@ -285,7 +285,7 @@ def fake_cuda(
     """
     _guard_devices()
     device, total = FakeCuda(), 80 << 30
-    properties = SimpleNamespace(multi_processor_count=4, shared_memory_per_block_optin=227 << 10)
+    properties = SimpleNamespace(multi_processor_count=4, shared_memory_per_block_optin=227 << 10, uuid="f")
     answers: dict[str, Any] = {
         "is_available": lambda: True, "current_device": lambda: 0, "device_count": lambda: 1,
         "_lazy_init": lambda: None, "get_device_capability": lambda device=None: capability,

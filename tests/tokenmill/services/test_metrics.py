@@ -32,11 +32,13 @@ SELDOM = {
     *(
         name
         for name in NAMES
-        if name.startswith(("tokenmill_release", "tokenmill_canary", "tokenmill_warmup", "tokenmill_kv_tier"))
+        if name.startswith(
+            ("tokenmill_release", "tokenmill_canary", "tokenmill_warmup", "tokenmill_kv_tier", "tokenmill_gpu")
+        )
     ),
 }  # fmt: skip
-"""Reported only while there are samples (open jobs, drafts that could be compared, mixtures, a folder of blocks), or
-never by a process that can't have candidates alongside it."""
+"""Reported only while there are samples (open jobs, drafts that could be compared, mixtures, a folder of blocks,
+GPUs), or never by a process that can't have candidates alongside it."""
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,8 +24,9 @@ from pipeline.lane.client import CallSettings, answer
 from pipeline.lane.memory import MemoryLane
 from schemas.jobs.job import Tier
 from schemas.workers.lane import EndEvent, LaneRequest
-from schemas.workers.metrics import CacheTierMetrics, SloWeights, WorkerMetrics
+from schemas.workers.metrics import THROTTLE_REASONS, CacheTierMetrics, GpuMetrics, SloWeights, WorkerMetrics
 from tests.waiting import HANG_SECONDS
+from tests.workers.observability.fake_nvml import FakeGpu, FakeNvml
 from workers.lane.server import LaneServer
 from workers.model.loaded_model import LoadedModel
 from workers.observability.metrics import EndedRequests, MetricsReader, SideWorkMetrics
@@ -145,6 +147,25 @@ def test_requests_of_the_lane_count_with_their_tier(
     assert metrics.lane_open == metrics.lane_waiting == 0
 
 
+def test_a_loaded_model_knows_its_gpus(model_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(dtype="float32", max_model_len=128, cache=CacheConfig(num_blocks=60))
+    monkeypatch.setattr("workers.model.loaded_model.gpu_uuids", lambda given: (f"of {given.dtype}",))
+    assert LoadedModel.load(model_folder, name="tiny", config=config).gpu_uuids == ("of float32",)
+    null = LoadedModel.without_weights(model_folder, name="tiny", config=config, num_blocks=60, digest=None)
+    assert null.gpu_uuids == (), "nothing computes there"
+
+
+def test_a_workers_gpus_are_reported(
+    kit: Any, model: LoadedModel, heartbeat_each_iteration: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert model.gpu_uuids == (), "on a CPU"
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-b": FakeGpu(minor=3)}))  # type: ignore[arg-type]
+    sink, on_gpu = kit.MemorySink(), replace(model, gpu_uuids=("b",))
+    work = kit.make_work([kit.chat(f"number {n}", max_tokens=9) for n in range(6)])
+    ShardWorker(on_gpu, kit.ListSource([work]), sink, CLOCK, helper=kit.InlineExecutor()).run()
+    assert {gpu.device for load in sink.loads for gpu in load.metrics.gpus} == {"nvidia3"}
+
+
 def metrics_when(sink: Any, so: Callable[[WorkerMetrics], bool]) -> WorkerMetrics:
     until = time.monotonic() + HANG_SECONDS
     while True:
@@ -232,8 +253,14 @@ def test_metrics_have_a_bounded_size() -> None:
     )  # fmt: skip
     side_work = SideWorkMetrics(most, dict.fromkeys(Tier, most), EndedRequests())
     metrics = MetricsReader("m" * 100, engine, 0.0).read(1e9 / 3, dict.fromkeys(Tier, most), side_work)
+    gpu = GpuMetrics(
+        uuid=f"GPU-{'f' * 36}", device="nvidia15", memory_bytes=most, memory_used_bytes=most, utilization=1 / 3,
+        power_watts=1e3 / 3, power_limit_watts=1e3 / 3, temperature_celsius=100, sm_clock_hertz=most,
+        throttled=THROTTLE_REASONS,
+    )  # fmt: skip
+    metrics = metrics.model_copy(update={"gpus": (gpu,) * 8})
     data = metrics.model_dump_json(exclude_defaults=True)
-    assert len(data) < 8_000
+    assert len(data) < 12_000
     assert WorkerMetrics.model_validate_json(data) == metrics
     assert metrics.pace is not None
     assert metrics.pace.weights == SloWeights(ttft=1 / 3, itl=1 / 3, utilisation=1 / 3, drops=1 / 3)

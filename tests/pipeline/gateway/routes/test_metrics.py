@@ -15,6 +15,7 @@ from schemas.jobs.job import Tier
 from schemas.jobs.outcome import Usage
 from schemas.workers.metrics import (
     CacheTierMetrics,
+    GpuMetrics,
     HistogramSample,
     SloMetrics,
     SloWeights,
@@ -201,6 +202,14 @@ WORKER_METRICS = WorkerMetrics(
     ),
     speculation=SpeculationMetrics(drafted=8, accepted=5, gained=-1.5, seconds=0.5),
     cache_tier=CacheTierMetrics(hits=6, rejected=1, bytes_read=600, bytes_written=700, is_on=False),
+    gpus=(
+        GpuMetrics(
+            uuid="GPU-u", device="nvidia3", memory_bytes=80, memory_used_bytes=60, utilization=0.75, power_watts=650.5,
+            power_limit_watts=700, temperature_celsius=71, sm_clock_hertz=1_755_000_000,
+            throttled=("hw_thermal_slowdown", "sw_power_cap", "of_a_newer_driver"),
+        ),
+        GpuMetrics(uuid="MIG-v", device="nvidia4", memory_bytes=40),
+    ),
 )  # fmt: skip
 
 
@@ -236,6 +245,17 @@ def test_the_metrics_of_each_live_worker_are_exposed(tmp_path: Path) -> None:
             assert found.sum(f"tokenmill_{name}", **one) == pytest.approx(value), name
         assert found.all("tokenmill_lane_requests", **one) == {("open",): 2, ("waiting",): 1}
         assert found.all("tokenmill_expert_load", **one) == {("expert",): 2.5, ("rank",): 1.25}
+        for name, value in {
+            "memory_used_bytes": 60, "utilization_ratio": 0.75, "power_watts": 650.5, "power_limit_watts": 700,
+            "temperature_celsius": 71, "sm_clock_hertz": 1_755_000_000,
+        }.items():  # fmt: skip
+            assert found.all(f"tokenmill_gpu_{name}", **one) == {("nvidia3", "GPU-u"): value}
+        assert found.all("tokenmill_gpu_memory_bytes", **one) == {("nvidia3", "GPU-u"): 80, ("nvidia4", "MIG-v"): 40}
+        assert found.all("tokenmill_gpu_throttled", uuid="GPU-u", device="nvidia3", **one) == {
+            ("sw_power_cap",): 1, ("hw_slowdown",): 0, ("sync_boost",): 0, ("sw_thermal_slowdown",): 0,
+            ("hw_thermal_slowdown",): 1, ("hw_power_brake_slowdown",): 0,
+        }  # fmt: skip
+        assert found.all("tokenmill_gpu_throttled", uuid="MIG-v", **one) == {}
         assert found.all("tokenmill_kv_tier_bytes_total", **one) == {("read",): 600, ("written",): 700}
         assert found.all("tokenmill_slo_weight", **one) == {
             ("ttft",): 1,
@@ -255,6 +275,7 @@ def test_the_metrics_of_each_live_worker_are_exposed(tmp_path: Path) -> None:
         assert found.all("tokenmill_store_outage", **other) == {("b",): 0}
         for name in (
             "kv_blocks", "time_to_first_token_seconds_count", "slo_weight", "speculation_gained_tokens", "kv_tier_off",
+            "gpu_memory_bytes",
         ):  # fmt: skip
             assert found.all(f"tokenmill_{name}", **other) == {}, f"{name} is not known"
         assert found.all("tokenmill_step_rows_total", worker="w3") == {}
