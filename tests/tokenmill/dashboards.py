@@ -22,6 +22,12 @@ OF_FOLDERS: Final = {
 }
 """Panels that have data only where a worker has a folder of blocks."""
 
+OF_GPUS: Final = {
+    "GPU memory in use", "GPU utilization", "GPU power", "GPU temperature", "GPU clock",
+    "Share of time with lowered GPU clocks",
+}  # fmt: skip
+"""Panels that have data only where a worker has an NVIDIA GPU."""
+
 OF_RELEASES: Final = {
     "Releases", "Candidates beside the served version", "Rows that candidates computed, too",
     "Workers that failed their canary prompts",

@@ -34,6 +34,7 @@ FUSED = (
     "glm4-moe-grouped", "gpt-oss", "llama4", "llama4-yarn", "llama4-plain", "hunyuan-moe", "hy-v3", "minimax-m2",
     "exaone-moe", "solar-open", "mellum", "flex-olmo", "cohere2-moe", "cohere2-moe-sigmoid", "deepseek-v2",
     "deepseek-v2-lite", "deepseek-v3", "deepseek-v3-halves", "glm4-moe-lite", "granite-moe-shared", "granite4-nope",
+    "sarvam-mla",
 )  # fmt: skip
 
 
