@@ -324,5 +324,5 @@ def test_dashboards_have_their_metrics_and_alerts_fire_and_end(harness: Harness)
     seldom = dashboards.OF_RELEASES | dashboards.OF_MIXTURES | dashboards.OF_FOLDERS | dashboards.OF_GPUS
     assert {one.panel for one in answers.left} == seldom
     print(
-        f"{count - len(answers.left)} of {count} queries had an answer; the others need releases, mixtures, folders, GPUs"
+        f"{count - len(answers.left)} of {count} queries had an answer; others need releases, mixtures, folders, GPUs"
     )
