@@ -23,6 +23,7 @@ STAGES = {
     "attention": "benchmarks.gpu.attention",
     "kernels": "benchmarks.gpu.kernels",
     "serve": "benchmarks.gpu.serve",
+    "published": "benchmarks.gpu.published",
     "mixed": "benchmarks.gpu.mixed",
     "peers": "benchmarks.gpu.peers",
     "profile": "benchmarks.gpu.profile_stage",

@@ -116,6 +116,7 @@ def timed_cases(context: Context) -> list[Case]:
         Case("decode 64 x 8192", (8191,) * 64),
         Case("decode 256 x 2500, 1984 shared", (2499,) * 256, shared=1984),
         Case("decode 1 x 32768", (32767,)),
+        Case("decode 4 x 8192", (8191,) * 4),
         Case("prompts 4 x 2048", (), ((0, 2048),) * 4),
         Case("mixed 255 x 1500 + 2048", (1499,) * 255, ((0, 2048),)),
     ]

@@ -4,8 +4,12 @@
     python -m benchmarks.gpu.carry unpack .vllm/a --to SITE       there, part by part
     python -m benchmarks.gpu.carry whole SITE                     status 0 if all parts have come
 
+A call carries a part beside the working tree, and both together may be no more than `CALL_BYTES`. So all that is kept
+becomes one archive, which is cut into equal chunks, as few as fit beside the tree as it is now. Each part is a folder
+with a chunk and a manifest; the last one to arrive joins and unpacks them.
+
 What is left out is loaded by other models, other GPUs or its server. Its libraries are compiled for one version of
-torch (`VLLM` below says which), which that machine must have. Each part is a folder with files of xz and a manifest.
+torch (`VLLM` below says which), which that machine must have.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ import argparse
 import hashlib
 import io
 import json
-import lzma
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -24,6 +29,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
 
 VLLM = "vllm==0.26.0"
 """For torch 2.11 with CUDA 13."""
@@ -46,37 +53,35 @@ DROPPED = (
 )
 """Of files that are no Python: another FlashAttention, experts, the server's front end, other GPUs' kernels."""
 
-PART_BYTES = 46 << 20
-"""Of a part at most: with the repository's own files it stays below 64 MiB."""
+CALL_BYTES = 64 << 20
+"""Of what one call carries at most: the working tree and a part."""
 
-LARGE = 4 << 20
-"""A file from this size on is packed by itself."""
-
-SLICE = 32 << 20
-"""Of a large file, before it is packed: a longer one travels in slices, so that parts come out even."""
+MARGIN = 256 << 10
+"""Of a call, for what is carried beside both."""
 
 _MANIFEST = "manifest.json"
-_MARK = ".carried.json"
+_CHUNKS = ".carried"
+_WHOLE = ".whole"
+_CHUNK = "chunk"
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_BLOCK = 512
 _PLATFORMS = (*(f"manylinux_2_{minor}" for minor in range(39, 16, -1)), "manylinux2014", "manylinux1")
 _PRESET = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A packed file: a tar of many small files, or a slice of one large file at `path`.
+class Chunk:
+    """A range of the archive's bytes.
 
     Attributes:
-        name: of the file in its part's folder.  path: where it goes; None: it is a tar.
-        offset: of the slice in the file at `path`, bytes.
-        sha256: of the packed file.  packed, raw: bytes.
+        index, count: of the chunk among all of them, from 0.
+        sha256: of the chunk.  archive: sha256 of all chunks, joined.
     """
 
-    name: str
-    path: str | None
-    offset: int
+    index: int
+    count: int
     sha256: str
-    packed: int
-    raw: int
+    archive: str
 
 
 def kept(path: str) -> bool:
@@ -94,122 +99,96 @@ def installed_path(path: str) -> str:
 def files_of(wheels: Iterable[Path]) -> Iterator[tuple[str, bytes]]:
     """Paths and contents of all that is kept, wheel by wheel."""
     for wheel in sorted(wheels):
-        with zipfile.ZipFile(wheel) as archive:
-            for path in archive.namelist():
+        with zipfile.ZipFile(wheel) as zipped:
+            for path in zipped.namelist():
                 if kept(path):
-                    yield installed_path(path), archive.read(path)
+                    yield installed_path(path), zipped.read(path)
 
 
-def pack(
-    wheels: Iterable[Path], to: Path, *, part_bytes: int = PART_BYTES, large: int = LARGE, slice_bytes: int = SLICE
-) -> list[list[Piece]]:
-    """Pack the wheels into `to`/a, `to`/b, …; what went into each.
+def pack(wheels: Iterable[Path], to: Path, part_bytes: int) -> list[int]:
+    """Pack the wheels into `to`/a, `to`/b, …, none larger than `part_bytes`; bytes of each.
 
     Raises:
-        ValueError: a single piece is larger than a part.
+        ValueError: no part may have that few bytes.
     """
-    scratch = to / "packing"
-    scratch.mkdir(parents=True, exist_ok=True)
-    pieces: list[Piece] = []
-    small = io.BytesIO()
-    with tarfile.open(fileobj=small, mode="w") as rest:
+    if part_bytes <= _BLOCK:
+        raise ValueError(f"a part may have {part_bytes} bytes, which is no room for any")
+    packed = archive(wheels)
+    count = -(-len(packed) // (part_bytes - _BLOCK))  # the manifest has the rest
+    if count > len(_LETTERS):
+        raise ValueError(f"{len(packed)} bytes need {count} parts of {part_bytes}, but there are {len(_LETTERS)} names")
+    for letter in _LETTERS:
+        shutil.rmtree(to / letter, ignore_errors=True)
+    whole_sha = hashlib.sha256(packed).hexdigest()
+    sizes = []
+    for index, letter in enumerate(_LETTERS[:count]):
+        content = packed[len(packed) * index // count : len(packed) * (index + 1) // count]
+        folder = to / letter
+        folder.mkdir(parents=True)
+        (folder / _CHUNK).write_bytes(content)
+        chunk = Chunk(index, count, hashlib.sha256(content).hexdigest(), whole_sha)
+        (folder / _MANIFEST).write_text(json.dumps(asdict(chunk)) + "\n", encoding="utf-8")
+        sizes.append(sum(path.stat().st_size for path in folder.iterdir()))
+        if sizes[-1] > part_bytes:
+            raise ValueError(f"{folder} has {sizes[-1]} bytes, but a part may have {part_bytes}")
+    return sizes
+
+
+def archive(wheels: Iterable[Path]) -> bytes:
+    """All that is kept, as a .tar.xz."""
+    into = io.BytesIO()
+    with tarfile.open(fileobj=into, mode="w:xz", preset=_PRESET) as tar:
         for path, content in files_of(wheels):
-            if len(content) >= large:
-                for offset in range(0, len(content), slice_bytes):
-                    name = f"{path.replace('/', '+')}@{offset}"
-                    pieces.append(_packed(scratch, name, path, content[offset : offset + slice_bytes], offset))
-                continue
             entry = tarfile.TarInfo(path)
             entry.size = len(content)
-            rest.addfile(entry, io.BytesIO(content))
-    pieces.append(_packed(scratch, "rest.tar", None, small.getvalue()))
-    parts = divided(pieces, part_bytes)
-    names = [piece.name for piece in pieces]
-    for letter, part in zip("abcdefghijklmnopqrstuvwxyz", parts, strict=False):
-        folder = to / letter
-        folder.mkdir(exist_ok=True)
-        for old in folder.iterdir():
-            old.unlink()
-        for piece in part:
-            (scratch / piece.name).rename(folder / piece.name)
-        manifest = {"all": names, "pieces": [asdict(piece) for piece in part]}
-        (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    scratch.rmdir()
-    return parts
+            tar.addfile(entry, io.BytesIO(content))
+    return into.getvalue()
 
 
-def _packed(folder: Path, name: str, path: str | None, content: bytes, offset: int = 0) -> Piece:
-    packed = lzma.compress(content, preset=_PRESET)
-    (folder / f"{name}.xz").write_bytes(packed)
-    return Piece(f"{name}.xz", path, offset, hashlib.sha256(packed).hexdigest(), len(packed), len(content))
-
-
-def divided(pieces: Sequence[Piece], part_bytes: int) -> list[list[Piece]]:
-    """Into as few parts as the largest-first rule finds, none larger than `part_bytes`, and as even as it makes them.
+def tree_bytes(root: Path) -> int:
+    """What a working tree is when it is carried: a tar of the files that git tracks, or would track.
 
     Raises:
-        ValueError: a piece is larger than a part.
+        subprocess.CalledProcessError: it is no git repository.
     """
-    ordered = sorted(pieces, key=lambda piece: -piece.packed)
-    if ordered and ordered[0].packed > part_bytes:
-        raise ValueError(f"{ordered[0].name} has {ordered[0].packed} bytes, but a part may have {part_bytes}")
-    for count in range(1, len(ordered) + 1):
-        parts: list[list[Piece]] = [[] for _ in range(count)]
-        for piece in ordered:
-            min(parts, key=_size).append(piece)
-        if max(map(_size, parts)) <= part_bytes:
-            return parts
-    return []
+    listing = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, check=True, capture_output=True).stdout.split(b"\0")
+    paths = [root / os.fsdecode(name) for name in set(names) if name]
+    sizes = [path.lstat().st_size for path in paths if path.is_file()]
+    return sum(_BLOCK + -(-size // _BLOCK) * _BLOCK for size in sizes)
 
 
-def _size(part: Sequence[Piece]) -> int:
-    return sum(piece.packed for piece in part)
-
-
-def unpack(part: Path, site: Path) -> list[str]:
-    """Unpack a part into `site`, which then can be put on PYTHONPATH; the names of its pieces.
+def unpack(part: Path, site: Path) -> bool:
+    """Keep a part's chunk in `site`; with the last one, join and unpack them. Then `site` can be put on PYTHONPATH.
+    Whether it was the last one.
 
     Raises:
-        ValueError: a file is not what the manifest says.
+        ValueError: a chunk is not what its manifest says, or belongs to another archive than those that are there.
     """
-    manifest = json.loads((part / _MANIFEST).read_text(encoding="utf-8"))
-    site.mkdir(parents=True, exist_ok=True)
-    done = []
-    for each in manifest["pieces"]:
-        piece = Piece(**each)
-        packed = (part / piece.name).read_bytes()
-        if hashlib.sha256(packed).hexdigest() != piece.sha256:
-            raise ValueError(f"{part / piece.name} is damaged")
-        content = lzma.decompress(packed)
-        if piece.path is None:
-            with tarfile.open(fileobj=io.BytesIO(content)) as rest:
-                rest.extractall(site, filter="data")
-        else:
-            into = site / piece.path
-            if not into.resolve().is_relative_to(site.resolve()):
-                raise ValueError(f"{piece.path} leads out of {site}")
-            into.parent.mkdir(parents=True, exist_ok=True)
-            into.touch()
-            with into.open("r+b") as whole_file:
-                whole_file.seek(piece.offset)
-                whole_file.write(content)
-        done.append(piece.name)
-    mark = _marked(site)
-    mark = {"all": manifest["all"], "done": sorted({*mark.get("done", []), *done})}
-    (site / _MARK).write_text(json.dumps(mark), encoding="utf-8")
-    return done
+    chunk = Chunk(**json.loads((part / _MANIFEST).read_text(encoding="utf-8")))
+    content = (part / _CHUNK).read_bytes()
+    if hashlib.sha256(content).hexdigest() != chunk.sha256:
+        raise ValueError(f"{part / _CHUNK} is damaged")
+    folder = site / _CHUNKS / chunk.archive
+    folder.mkdir(parents=True, exist_ok=True)
+    if len(list(folder.parent.iterdir())) > 1:
+        raise ValueError(f"{part} belongs to another archive than the chunks in {site}; remove these")
+    (folder / str(chunk.index)).write_bytes(content)
+    chunks = [folder / str(index) for index in range(chunk.count)]
+    if not all(path.exists() for path in chunks):
+        return False
+    packed = b"".join(path.read_bytes() for path in chunks)
+    if hashlib.sha256(packed).hexdigest() != chunk.archive:
+        raise ValueError(f"the chunks in {folder} are each whole, but joined they are not the archive")
+    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:xz") as tar:
+        tar.extractall(site, filter="data")
+    (site / _WHOLE).touch()
+    return True
 
 
 def whole(site: Path) -> bool:
-    """Whether all pieces have been unpacked there."""
-    mark = _marked(site)
-    return bool(mark) and set(mark["all"]) == set(mark["done"])
-
-
-def _marked(site: Path) -> dict[str, list[str]]:
-    path = site / _MARK
-    found: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return found
+    """Whether all parts have been unpacked there."""
+    return (site / _WHOLE).exists()
 
 
 def download(to: Path, python: str = "3.12") -> list[Path]:
@@ -238,9 +217,9 @@ def pins(wheels: Iterable[Path]) -> Mapping[str, str]:
     """Package -> version, of all exact requirements that hold without an extra."""
     found = {}
     for wheel in wheels:
-        with zipfile.ZipFile(wheel) as archive:
-            name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-            text = archive.read(name).decode(errors="replace")
+        with zipfile.ZipFile(wheel) as zipped:
+            name = next(name for name in zipped.namelist() if name.endswith(".dist-info/METADATA"))
+            text = zipped.read(name).decode(errors="replace")
         for line in text.splitlines():
             match = re.match(r"Requires-Dist: ([A-Za-z0-9._-]+) ?\(?==([0-9][^;,) ]*)\)? *(;.*)?$", line)
             if match is not None and "extra" not in (match[3] or ""):
@@ -256,7 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
     packing.add_argument("--to", type=Path, required=True)
     packing.add_argument("--wheels", type=Path, default=None, help="a folder with the wheels: nothing is downloaded")
     packing.add_argument("--python", default="3.12", help="of the machine they are for")
-    packing.add_argument("--part-mib", type=int, default=PART_BYTES >> 20)
+    packing.add_argument("--call-mib", type=int, default=CALL_BYTES >> 20, help="that one call may carry")
     unpacking = commands.add_parser("unpack", help="unpack a part")
     unpacking.add_argument("part", type=Path)
     unpacking.add_argument("--to", type=Path, required=True)
@@ -265,13 +244,22 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.command == "pack":
         wheels = sorted(args.wheels.glob("*.whl")) if args.wheels else download(args.to / "wheels", args.python)
-        for part in pack(wheels, args.to, part_bytes=args.part_mib << 20):
-            print(f"{_size(part) / 2**20:.1f} MiB: " + ", ".join(f"{p.name} {p.packed / 2**20:.1f}" for p in part))
+        tree = tree_bytes(ROOT)
+        call_bytes = args.call_mib << 20
+        sizes = pack(wheels, args.to, call_bytes - tree - MARGIN)
+        print(f"the working tree has {mib(tree)}, a call may carry {mib(call_bytes)}: it needs {len(sizes)} calls")
+        for letter, size in zip(_LETTERS, sizes, strict=False):
+            print(f"{args.to / letter}: {mib(size)}, with the tree {mib(size + tree)}")
     elif args.command == "unpack":
-        print(f"{args.part}: {', '.join(unpack(args.part, args.to))}")
+        print(f"{args.part}: {'the last one' if unpack(args.part, args.to) else 'others have still to come'}")
     else:
         return 0 if whole(args.site) else 1
     return 0
+
+
+def mib(size: int) -> str:
+    """Bytes to read."""
+    return f"{size / 2**20:.1f} MiB"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Stage `kernels`: products of all forms of weights, draws, and what lies between a layer's products, each by itself.
+"""Stage `kernels`: products of all forms of weights, draws, what lies between a layer's products, and launching steps.
 
 Each is recorded several times over as a graph, with another weight each time, so that neither the host nor the caches
 show; its share is that of the larger of two times: reading and writing what it must, at the copy's bandwidth, and
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu import launches
 from benchmarks.gpu.context import Context, Part, Skipped, free_memory, median_seconds, tried
 from engine.models.base import LayerCache
 from engine.models.experts import GroupedLinear
@@ -28,10 +29,20 @@ from engine.quant.rtn import AT_LOAD, Rounding, round_to_nearest
 from engine.quant.weight import Activations
 from engine.triton_kernels import layers
 from engine.triton_kernels.draws import draw_rows
+from engine.triton_kernels.fp8 import GroupedFp8Product
 
 _SECONDS = 10.0
 _COPIES = 4
 """Weights in turn, so that none is found in the caches."""
+
+NARROW = ("qkv", "o")
+"""Shapes for which only the choice between the kernels of `ROWWISE` is open."""
+
+ROWWISE = ("bf16", "fp8", "fp8, our kernel")
+"""Products of weights whose rows have one factor, and what they are to be faster than."""
+
+INPUT_SCALE = 6 / 448
+"""Of inputs that are quantized by a fixed factor: random ones reach no further than 6."""
 
 _CHECKED = 64
 """Rows whose products are compared with those of the dequantized weight."""
@@ -53,12 +64,16 @@ class Cost:
 
 
 def run(context: Context) -> Iterator[Part]:
-    """Products first, then draws, then a layer's operations."""
-    shapes = context.sized({"gate, up": (28672, 4096), "down": (4096, 14336)}, {"tiny": (128, 256)})
-    for shape, (n, k) in shapes.items():
-        for name, make in products(context).items():
+    """Products first, then launches, draws, and a layer's operations."""
+    full = {"gate, up": (28672, 4096), "down": (4096, 14336), "qkv": (6144, 4096), "o": (4096, 4096)}
+    for shape, (n, k) in context.sized(full, {"tiny": (128, 256)}).items():
+        whole = products(context)
+        for name, make in (whole if shape not in NARROW else {name: whole[name] for name in ROWWISE}).items():
             yield f"product {shape} {name}", tried(partial(of_product, context, make, n, k))
             free_memory(context.device)
+    for name, graphs in (("graphs", True), ("eager", False)):
+        yield f"launches {name}", tried(partial(launches.of_steps, context, graphs))
+        free_memory(context.device)
     yield "product of experts", tried(partial(of_experts, context))
     free_memory(context.device)
     for name, params in draws().items():
@@ -77,7 +92,9 @@ Product = tuple[Callable[[Tensor], Tensor], Tensor, int, str]
 def products(context: Context) -> dict[str, Callable[[Tensor], Product]]:
     """By the form of the weight: made of a dense one [n, k]."""
     fp8 = Activations("fp8")
-    found: dict[str, Callable[[Tensor], Product]] = {"bf16": dense, "int8 weights": int8_weights}
+    found: dict[str, Callable[[Tensor], Product]] = {
+        "bf16": dense, "int8 weights": int8_weights, "fp8, our kernel": partial(our_fp8, context.dry)
+    }  # fmt: skip
     if not context.dry:
         found |= {
             "fp8": partial(quantized, Rounding("fp8", None, activations=fp8), "fp8"),
@@ -99,6 +116,13 @@ def int8_weights(weight: Tensor) -> Product:
     """As `--quantize int8-weight-only` makes it."""
     linear = int8_weight_only(weight)
     return linear, weight, weight.numel(), "bf16"
+
+
+def our_fp8(interpreted: bool, weight: Tensor) -> Product:
+    """fp8 with one factor for a row of the weight and one for a row of inputs, by the kernel for groups: the whole row
+    is its group. The inputs' factor is fixed, for which the same kernel quantizes them as for their largest."""
+    q = round_to_nearest(weight, Rounding("fp8", None, activations=Activations("fp8", INPUT_SCALE)))
+    return GroupedFp8Product(q, None, interpreted), q.dequantize(weight.dtype), q.nbytes, "fp8"
 
 
 def quantized(rounding: Rounding, form: str, weight: Tensor, rows: int = 1) -> Product:

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# All stages on a GPU that is lent for some minutes at a time, in two calls of less than ten minutes each:
-#     OUT=folder benchmarks/gpu/lease.sh 1     and     OUT=folder benchmarks/gpu/lease.sh 2
+# All stages on a GPU that is lent for some minutes at a time, in calls of less than five minutes each, the most wanted
+# first:  OUT=folder benchmarks/gpu/lease.sh 1    and so on, to 5.
 # Needs python3 with torch, triton and transformers, and nothing else. What `python -m benchmarks.gpu.carry pack` made
-# may lie in .vllm/a for the first call and in .vllm/b for the second: where both parts came, vLLM runs as a peer.
-# Findings are kept in $KEEP between the calls, as long as the machine lives, and copied to $OUT as they come.
+# may lie in .vllm/a for the first call, in .vllm/b for the second, …: once all parts came to the same machine, vLLM
+# runs as a peer. $KEEP has the findings, as long as the machine lives: there the machine is measured once. They are
+# copied to $OUT as they come, so a call that is killed leaves what it found until then.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 OUT="${OUT:-out/gpu}"
 KEEP="${KEEP:-/tmp/tokenmill-gpu}"
 VLLM="$KEEP/vllm"
 PYTHON="${PYTHON:-python3}"
-OPTIONS=(${LEASE_OPTIONS:-})
+OPTIONS=(--window 7 ${LEASE_OPTIONS:-})
 export PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 mkdir -p "$OUT" "$KEEP"
 
@@ -20,8 +21,12 @@ stage() {  # NAME SECONDS
   echo "== $1: $((SECONDS - started)) s, $SECONDS s since the call began"
 }
 
-write_through() {  # a call that is ended too early leaves what it found until then
-  while sleep 2; do cp "$KEEP/gpu.json" "$OUT/gpu.json" 2>/dev/null; done
+copy_findings() {  # whole or not at all, whenever this ends
+  [ -e "$KEEP/gpu.json" ] && cp "$KEEP/gpu.json" "$OUT/gpu.part" && mv "$OUT/gpu.part" "$OUT/gpu.json"
+}
+
+write_through() {
+  while sleep "${EVERY:-2}"; do copy_findings; done
 }
 
 unpack() {  # FOLDER
@@ -29,36 +34,54 @@ unpack() {  # FOLDER
 }
 
 kernel_tests() {  # where pytest is installed; the CPU answers by torch's operators
-  CXX=none OMP_NUM_THREADS=1 timeout 160 "$PYTHON" -m pytest tests/engine/triton -n 12 -o addopts= --import-mode=importlib \
+  CXX=none OMP_NUM_THREADS=1 timeout 130 "$PYTHON" -m pytest tests/engine/triton -n 12 -o addopts= --import-mode=importlib \
     -q -p no:cacheprovider --ignore tests/engine/triton/test_machine_code.py >"$OUT/kernel_tests.log" 2>&1
   tail -n 40 "$OUT/kernel_tests.log" | cut -c -160
 }
 
-write_through &
-trap 'kill %1; cp "$KEEP/gpu.json" "$OUT/gpu.json"' EXIT
 case "${1:-}" in
+[1-5]) part=".vllm/$(echo abcde | cut -c "$1")" ;;
+*)
+  echo "usage: OUT=folder $0 1|2|3|4|5" >&2
+  exit 2
+  ;;
+esac
+new_machine=true
+[ -e "$KEEP/gpu.json" ] && new_machine=false
+write_through &
+writer=$!
+trap 'kill "$writer"; copy_findings' EXIT
+unpack "$part" &
+unpacking=$!
+if "$new_machine"; then
+  stage machine 40
+fi
+wait "$unpacking"
+case "$1" in
 1)
-  unpack .vllm/a &
-  unpacking=$!
-  stage machine 45
   kernel_tests &
   tests=$!
-  stage correctness 160
-  wait "$tests" "$unpacking"
-  stage attention 60
-  stage kernels 80
-  stage serve 220
+  stage correctness 130
+  wait "$tests"
+  stage attention 45
+  stage kernels 85
   ;;
 2)
-  unpack .vllm/b
-  if "$PYTHON" -m benchmarks.gpu.carry whole "$VLLM"; then OPTIONS+=(--vllm "$VLLM"); fi
-  stage machine 45
-  stage profile 95
-  stage mixed 150
-  stage peers 260
+  stage serve 255
   ;;
-*)
-  echo "usage: OUT=folder $0 1|2" >&2
-  exit 2
+3)
+  stage published 145
+  stage mixed 115
+  ;;
+4)
+  if "$PYTHON" -m benchmarks.gpu.carry whole "$VLLM"; then
+    OPTIONS+=(--vllm "$VLLM")
+  else
+    echo "== not all of vLLM's parts came to this machine: it is no peer"
+  fi
+  stage peers 255
+  ;;
+5)
+  stage profile 95
   ;;
 esac

@@ -27,6 +27,7 @@ from engine.models.families.registry import fused_family
 from engine.quant.weight import QWeight
 
 LLAMA, QWEN = "llama-3.1-8b", "qwen3-8b"
+SMOLLM_135M, SMOLLM_1_7B, GEMMA = "smollm2-135m", "smollm2-1.7b", "gemma-3-270m"
 
 _ROPE = {
     "factor": 8.0,
@@ -72,6 +73,56 @@ _QWEN: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+_SMOLLM_135M: Mapping[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 100000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+_SMOLLM_1_7B: Mapping[str, Any] = {
+    **_SMOLLM_135M,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "rope_theta": 130000.0,
+}
+_GEMMA: Mapping[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "vocab_size": 262144,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "layer_types": ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(18)],
+    "sliding_window": 512,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
 _SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8}
 _SMALL |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 2048}
 _TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -80,12 +131,18 @@ _TINY |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256}
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     LLAMA: _LLAMA,
     QWEN: _QWEN,
+    SMOLLM_135M: _SMOLLM_135M,
+    SMOLLM_1_7B: _SMOLLM_1_7B,
+    GEMMA: _GEMMA,
     "small-llama": {**_LLAMA, **_SMALL},
     "small-qwen3": {**_QWEN, **_SMALL},
     "tiny-llama": {**_LLAMA, **_TINY},
     "tiny-qwen3": {**_QWEN, **_TINY},
+    "tiny-smollm2": {**_SMOLLM_135M, **_TINY},
+    "tiny-gemma3": {**_GEMMA, **_TINY, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
 }
-"""Shapes by name. The 8B ones are the published models'; tokens 1 and 2 stand for their special ones."""
+"""Shapes by name. Those that are neither small nor tiny are the published models'; tokens 1 and 2 stand for their
+special ones."""
 
 _ROWS = 16384
 
@@ -119,7 +176,10 @@ class RandomWeights:
         config = folder_config(folder)
         family = fused_family(config)
         assert family is not None, f"{config.model_type} is not computed by the fused decoder"
-        self._shapes = dict(shapes(family(config)))
+        spec = family(config)
+        self._shapes = dict(shapes(spec))
+        made = sum(math.prod(shape) for shape in self._shapes.values())
+        assert made == spec.num_parameters(), f"{config.model_type} has weights that are not made here"
 
     @property
     def names(self) -> Collection[str]:
@@ -137,24 +197,26 @@ class RandomWeights:
 
 
 def shapes(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of all weights of an untied decoder without biases."""
+    """Names and shapes of all weights of a decoder without biases whose layers are alike, each with attention of heads
+    and one MLP."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
-    q, k, v = spec.qkv_sizes
     yield "model.embed_tokens.weight", (spec.vocab_size, hidden)
     yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (spec.vocab_size, hidden)
+    if not spec.tied:
+        yield "lm_head.weight", (spec.vocab_size, hidden)
     for index in range(spec.num_layers):
         layer = f"model.layers.{index}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{layer}.{norm}.weight", (hidden,)
-        if spec.qk_norm:
+        for norm in spec.norms:
+            if norm is not None:
+                yield f"{layer}.{norm}.weight", (hidden,)
+        if spec.qk_norm == "head":
             for norm in ("q_norm", "k_norm"):
                 yield f"{layer}.self_attn.{norm}.weight", (spec.head_dim,)
-        for part, rows in (("q", q), ("k", k), ("v", v)):
-            yield f"{layer}.self_attn.{part}_proj.weight", (rows, hidden)
-        yield f"{layer}.self_attn.o_proj.weight", (hidden, q)
-        for part in ("gate", "up"):
-            yield f"{layer}.mlp.{part}_proj.weight", (inner, hidden)
+        for part, rows in spec.qkv_rows.items():
+            yield f"{layer}.self_attn.{part}.weight", (rows, hidden)
+        yield f"{layer}.self_attn.o_proj.weight", (hidden, spec.attended_size)
+        for part, rows in spec.gate_up_rows(inner).items():
+            yield f"{layer}.mlp.{part}.weight", (rows, hidden)
         yield f"{layer}.mlp.down_proj.weight", (hidden, inner)
 
 

@@ -1,8 +1,8 @@
 """Stage `peers`: the same prompts through our engine, transformers' continuous batching, and vLLM if it came along.
 
-Each runs in a process of its own and one after the other, ours first and, if there is time, last again; each warms up
-on the whole job with other first tokens. Only generation is timed. A peer that does not start, or gives an answer of
-another length than was asked for, has no result, and the reason stands in its place.
+Each runs in a process of its own and one after the other, ours before vLLM and after it; each warms up on the whole job
+with other first tokens. Only generation is timed. A peer that does not start, or gives an answer of another length than
+was asked for, has no result, and the reason stands in its place.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from benchmarks.workload import Prompt, write_prompts
 
 ROOT = Path(__file__).parent.parent.parent
 
-_START_SECONDS = 75.0
+_START_SECONDS = 40.0
 """What an engine may take to load and warm up, at least."""
 
-_TINY_SECONDS = 90.0
-"""What vLLM may take for a tiny model, which shows whether it starts at all."""
+_AGAIN = "tokenmill again"
+
+_AGAIN_SECONDS = 45.0
+"""What our second run takes: reserved for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +57,11 @@ def run(context: Context) -> Iterator[Part]:
     wanted = [prompt.max_tokens for prompt in job]
     yield "job", {"requests": len(job), "prompt_tokens": sum(len(p.token_ids) for p in job), "output": sum(wanted)}
     found: dict[str, dict[str, Any]] = {}
-    for label, runner in plan(context).items():
-        if runner.name == "vllm":
-            tiny = tried(partial(starts, context, runner))
-            yield "vllm starts", tiny
-            if "seconds" not in tiny:
-                continue
-        found[label] = tried(partial(measured, context, runner, file, write_config(context.folder, model), wanted))
+    runners = plan(context)
+    for label, runner in runners.items():
+        reserve = _AGAIN_SECONDS if _AGAIN in runners and _AGAIN not in found and label != _AGAIN else 0.0
+        folder = write_config(context.folder, model)
+        found[label] = tried(partial(measured, context, runner, file, folder, wanted, reserve))
         yield label, found[label]
     yield "ratios", ratios(found)
 
@@ -92,32 +92,23 @@ def plan(context: Context) -> dict[str, Runner]:
     env |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # FlashInfer does not come along, and greedy rows need none
     vllm = Runner("vllm", "benchmarks.gpu.runners.run_vllm", options, env=env)
     eager = Runner("vllm", vllm.module, {**options, "enforce_eager": True}, env=env)
-    found = {"tokenmill": ours, "vllm": vllm, "transformers": theirs}
-    return found if context.dry else {**found, "vllm, eager": eager, "tokenmill again": ours}
-
-
-def starts(context: Context, runner: Runner) -> dict[str, Any]:
-    """vLLM on a tiny model: what it lacks is known in a minute."""
-    if context.vllm is None and find_spec("vllm") is None:
-        raise Skipped("vLLM is not installed, and no folder with it was named (--vllm)")
-    file = context.folder / "peers-tiny.json"
-    write_prompts(file, [Prompt("0", [5, 6, 7], 4)])
-    folder = write_config(context.folder, context.sized("small-llama", "tiny-llama"))
-    tiny = Runner(runner.name, runner.module, {**runner.options, "enforce_eager": True}, runner.warmup, runner.env)
-    return measured(context, tiny, file, folder, [4], most=_TINY_SECONDS)
+    if context.dry:
+        return {"tokenmill": ours, "vllm": vllm, "transformers": theirs}
+    return {"tokenmill": ours, "vllm": vllm, _AGAIN: ours, "vllm, eager": eager, "transformers": theirs}
 
 
 def measured(
-    context: Context, runner: Runner, file: Path, model: Path, wanted: list[int], most: float | None = None
+    context: Context, runner: Runner, file: Path, model: Path, wanted: list[int], reserve: float
 ) -> dict[str, Any]:
-    """One engine's run.
+    """One engine's run, which may take what is left of the stage's time but `reserve` seconds.
 
-    Args:
-        most: seconds that it may take at most; None: half of what is left to the stage.
+    Raises:
+        Skipped: vLLM is not here.
     """
-    if most is None:
-        context.need(context.sized(_START_SECONDS, 1.0))
-        most = max(context.left() / 2, context.sized(_START_SECONDS, 30.0))
+    if runner.name == "vllm" and context.vllm is None and find_spec("vllm") is None:
+        raise Skipped("vLLM is not installed, and no folder with it was named (--vllm)")
+    context.need(context.sized(_START_SECONDS, 1.0))
+    most = max(context.left() - reserve, context.sized(_START_SECONDS, 30.0))
     command = [sys.executable, "-m", runner.module, str(file), "--model", str(model)]
     command += ["--options", json.dumps(dict(runner.options)), "--threads", "1"]
     if runner.warmup is not None:

@@ -19,28 +19,46 @@ import numpy as np
 
 from benchmarks.engine_settings import with_overrides
 from benchmarks.gpu import profiling
-from benchmarks.gpu.context import Context, OutOfTime, Part, free_memory, synchronize, tried
+from benchmarks.gpu.context import Context, OutOfTime, Part, Skipped, free_memory, synchronize, tried
 from benchmarks.gpu.models import CONFIGS, LLAMA, QWEN, load_engine, write_config
 from benchmarks.gpu.roofline import Form, Shape, bound
 from engine import CacheConfig, Engine, EngineConfig, EngineStats, Request, SamplingParams, ScheduleConfig
 
-_LOAD_SECONDS = 45.0
+_LOAD_SECONDS = 30.0
 _FILL_SECONDS = 25.0
+"""Of 512 rows."""
+
+_FULL = 0.95
+"""Of the cache that a batch may need in the mean: its rows are not all of mean length at every moment."""
+
+_MAX_FILL_SECONDS = 70.0
 _GAP_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Prompt and answer tokens of every request, and how its tokens are drawn (1: greedy)."""
+    """Prompt and answer tokens of every request, how its tokens are drawn (1: greedy), and the rows of the batch (None:
+    the context's)."""
 
     isl: int
     osl: int
     top_p: float = 1.0
+    rows: int | None = None
 
     @property
     def name(self) -> str:
         drawn = f", top_p {self.top_p}" if self.top_p < 1 else ""
-        return f"{self.isl}/{self.osl}{drawn}"
+        rows = f", {self.rows} rows" if self.rows is not None else ""
+        return f"{self.isl}/{self.osl}{drawn}{rows}"
+
+    @property
+    def mean_tokens(self) -> float:
+        """Of a row's cache, over its life."""
+        return self.isl + self.osl / 2
+
+    def batch(self, context: Context) -> int:
+        """Rows of the batch."""
+        return context.batch if self.rows is None else self.rows
 
     def params(self, answer: int) -> SamplingParams:
         """Of a request with so many tokens still to come."""
@@ -71,29 +89,54 @@ def variants(context: Context) -> list[Variant]:
     ]
 
 
-def cells(context: Context) -> list[Cell]:
-    """The lengths that are measured."""
+def plan(context: Context) -> list[tuple[str, Variant, list[Cell]]]:
+    """Models, forms and cells, each line on an engine of its own; the most wanted first, for time may run out."""
+    first, second = context.sized((LLAMA, QWEN), ("tiny-llama", "tiny-qwen3"))
+    forms = variants(context)
     if context.dry:
-        return [Cell(8, 8), Cell(8, 8, top_p=0.9), Cell(24, 4)]
-    return [Cell(1000, 1000), Cell(1000, 1000, top_p=0.9), Cell(128, 128), Cell(128, 2048), Cell(2048, 128)]
+        every = [Cell(8, 8), Cell(8, 8, top_p=0.9), Cell(24, 4, rows=2)]
+        return [(model, form, every) for model in (first, second) for form in forms]
+    bf16, fp8, fp8_cache = forms
+    usual, drawn, double, fourfold = (
+        Cell(1000, 1000), Cell(1000, 1000, top_p=0.9), Cell(1000, 1000, rows=512), Cell(1000, 1000, rows=1024)
+    )  # fmt: skip
+    rest = [Cell(128, 128), Cell(128, 128, rows=1024), Cell(128, 2048), Cell(2048, 128)]
+    return [
+        (first, bf16, [usual, drawn, double]),
+        (first, fp8_cache, [usual, double, fourfold]),
+        (first, fp8, [usual, drawn, double]),
+        (first, bf16, rest),
+        *((second, form, [usual, *rest]) for form in forms),
+    ]
 
 
 def engine_for(context: Context, model: str, variant: Variant, wanted: Iterable[Cell]) -> Engine:
     """An engine on a model's shape, with room for a full batch of any of these cells."""
+    wanted = list(wanted)
     longest = max(cell.isl + cell.osl for cell in wanted)
+    rows = max(cell.batch(context) for cell in wanted)
     config = EngineConfig(
         device="cpu" if context.dry else "cuda",
         max_model_len=longest + 1,
         cache=CacheConfig(
             gpu_memory_utilization=0.9,
             prefix_caching=False,
-            sequences=context.batch,
+            sequences=rows,
             tokens_per_sequence=longest,
         ),
-        schedule=ScheduleConfig(context.batch, context.sized(8192, 64)),
+        schedule=ScheduleConfig(rows, context.sized(8192, 64)),
     )
     config = with_overrides(config, {**variant.settings, **context.settings})
     return load_engine(write_config(context.folder, model), config)
+
+
+def rows_that_fit(engine: Engine, cell: Cell) -> int:
+    """Rows of the cell that the cache of the layers without a window holds at once, in the mean of their lives and with
+    half of their last blocks empty."""
+    size = engine.config.cache.block_size
+    each = min(cell.mean_tokens / size + 0.5, -(-(cell.isl + cell.osl) // size))
+    blocks = min(group.num_blocks for group in engine.scheduler.groups if group.window is None)
+    return int(_FULL * (blocks - 1) / each)  # block 0 is no sequence's
 
 
 class Flow:
@@ -111,33 +154,38 @@ class Flow:
         """Add the first batch and compute all its prompts; seconds that it took.
 
         Raises:
-            OutOfTime: the stage's time was over before.
+            OutOfTime: it took too long; the cache may be too small for the batch.
         """
         begun = time.perf_counter()
+        limit = begun + self._context.sized(_MAX_FILL_SECONDS, 10.0)
         computed = self.engine.stats().prompt
-        batch, cell = self._context.batch, self.cell
+        batch, cell = self.cell.batch(self._context), self.cell
         ages = self._rng.permutation((np.arange(batch) * cell.osl) // batch)
         self.engine.settle(more_to_come=True)
         for age in ages.tolist():
             self._add(cell.isl + age, cell.osl - age)
         wanted = batch * cell.isl + int(ages.sum())
-        while self.engine.stats().prompt - computed < wanted or self.engine.num_waiting:
-            self.step()
-            if self._context.left() < self._context.window:
+        replaced = 0
+        # What was just added waits for the next step in any case.
+        while self.engine.stats().prompt - computed < wanted or self.engine.num_waiting > replaced:
+            replaced = self.step()
+            if self._context.left() < self._context.window or time.perf_counter() > limit:
                 raise OutOfTime(f"{cell.name}: the batch was not full in time")
         return time.perf_counter() - begun
 
-    def step(self) -> None:
-        """One step; what ends with it is replaced.
+    def step(self) -> int:
+        """One step; what ends with it is replaced. How many requests were.
 
         Raises:
             RuntimeError: a request ended otherwise than by its length.
         """
-        for completion in self.engine.step():
+        ended = self.engine.step()
+        for completion in ended:
             if completion.error is not None:
                 raise RuntimeError(f"request {completion.request_id} failed: {completion.error}")
             self._open.remove(completion.request_id)
             self._add(self.cell.isl, self.cell.osl)
+        return len(ended)
 
     def stop(self) -> None:
         """Leave the engine empty."""
@@ -197,8 +245,15 @@ def loop_counts(before: EngineStats, after: EngineStats) -> dict[str, int]:
 
 
 def measure(engine: Engine, cell: Cell, model: str, variant: Variant, context: Context, gaps: bool) -> dict[str, Any]:
-    """A cell: filled, measured, set against its bounds, and its steps looked at if `gaps`."""
-    context.need(context.window + context.sized(_FILL_SECONDS, 0.5))
+    """A cell: filled, measured, set against its bounds, and its steps looked at if `gaps`.
+
+    Raises:
+        Skipped: the batch does not fit the cache, so it would never be full.
+    """
+    batch = cell.batch(context)
+    if (fitting := rows_that_fit(engine, cell)) < batch:
+        raise Skipped(f"the cache holds {fitting} of {batch} rows")
+    context.need(context.window + context.sized(_FILL_SECONDS * batch / 512, 0.5))
     flow = Flow(engine, cell, context)
     try:
         found: dict[str, Any] = {"fill_seconds": flow.fill(), **window(flow, context)}
@@ -217,8 +272,8 @@ def against_bound(rate: float, cell: Cell, model: str, variant: Variant, context
     found: dict[str, Any] = {}
     if variant.form.weights == 1 and context.rates.fp8 is None:
         return {"bound": {"error": "no fp8 rate was measured here"}}
-    for name, batch in (("this batch", context.batch), ("any batch", None)):
-        requests = [(cell.isl, cell.osl)] * context.batch
+    for name, batch in (("this batch", cell.batch(context)), ("any batch", None)):
+        requests = [(cell.isl, cell.osl)] * cell.batch(context)
         least = bound(shape, variant.form, context.rates, requests, batch=batch)
         each = least.tokens_per_second
         found[name] = {"output_tokens_per_second": each, "share": rate / each, **asdict(least)}
@@ -226,14 +281,8 @@ def against_bound(rate: float, cell: Cell, model: str, variant: Variant, context
 
 
 def run(context: Context) -> Iterator[Part]:
-    """All cells of all forms of both models; the most wanted first, for time may run out: one cell of each form of the
-    first model, then the rest of it, then the other model."""
-    first, second = context.sized((LLAMA, QWEN), ("tiny-llama", "tiny-qwen3"))
-    every, forms = cells(context), variants(context)
-    plan = [(first, form, every[:2] if form is forms[0] else every[:1]) for form in forms]
-    plan += [(first, form, every[2:] if form is forms[0] else every[1:]) for form in forms]
-    plan += [(second, form, every) for form in forms]
-    for model, variant, wanted in plan:
+    """All of the plan."""
+    for model, variant, wanted in plan(context):
         yield from of_model(context, model, variant, wanted)
         free_memory(context.device)
 
@@ -248,7 +297,7 @@ def of_model(context: Context, model: str, variant: Variant, wanted: list[Cell])
         begun = time.perf_counter()
         engines.append(engine_for(context, model, variant, wanted))
         seconds = time.perf_counter() - begun
-        return {"seconds": seconds, "attention": engines[0].attention_name, "batch": context.batch}
+        return {"seconds": seconds, "attention": engines[0].attention_name}
 
     yield f"{label} load", tried(load)
     for engine in engines:

@@ -6,11 +6,13 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 from typing import Any
@@ -27,17 +29,21 @@ from benchmarks.gpu import (
     kernels,
     machine,
     mixed,
+    models,
     peers,
     profile_stage,
     profiling,
+    published,
     report,
     serve,
 )
-from benchmarks.gpu.context import Context
+from benchmarks.gpu.context import Context, Skipped
 from benchmarks.gpu.roofline import Form, Rates, Shape, bound
+from engine import EngineConfig, Request, SamplingParams, as_token_ids
 from tests.waiting import HANG_SECONDS
 
 ROOT = Path(__file__).parent.parent.parent
+LEASE = ROOT / "benchmarks" / "gpu" / "lease.sh"
 RATES = Rates(bandwidth=4.3e12, bf16=790e12, fp8=1450e12)
 LLAMA = Shape(32, 4096, 14336, 32, 8, 128, 128256)
 
@@ -161,19 +167,130 @@ def test_given_no_time_is_left_when_a_stage_runs_then_its_parts_are_skipped_one_
 
 def test_given_a_lease_when_its_stages_begin_then_each_has_the_time_that_it_asks_for_first() -> None:
     """On a real device; a dry run asks for none. Importing torch and transformers comes off a stage's time."""
-    importing, call = 25.0, 570.0
+    importing, call = 25.0, 300.0
     first = {
         "machine": machine._SECONDS, "correctness": correctness._MODEL_SECONDS, "attention": attention._CASE_SECONDS,
-        "serve": serve._LOAD_SECONDS + 10, "mixed": mixed._SECONDS, "peers": peers._START_SECONDS,
-        "profile": profile_stage._SECONDS, "kernels": kernels._SECONDS,
+        "serve": serve._LOAD_SECONDS + 10, "published": published._SECONDS + 10, "mixed": mixed._SECONDS,
+        "peers": peers._START_SECONDS, "profile": profile_stage._SECONDS, "kernels": kernels._SECONDS,
     }  # fmt: skip
-    calls = (ROOT / "benchmarks" / "gpu" / "lease.sh").read_text(encoding="utf-8").split(";;")
-    stages = [re.findall(r"^ +stage (\w+) (\d+)$", lines, re.MULTILINE) for lines in calls]
+    script = LEASE.read_text(encoding="utf-8")
+    calls = [re.findall(r"^ +stage (\w+) (\d+)$", lines, re.MULTILINE) for lines in script.split(";;")]
+    (on_a_new_machine, *_) = (part for part in calls if part)
+    assert on_a_new_machine.pop(0)[0] == "machine"
+    of_calls = [[("machine", "40"), *part] for part in calls if part]
 
-    assert {name for part in stages for name, _ in part} == set(command.STAGES) == set(first)
-    for part in stages:
+    assert "  stage machine 40" in script
+    assert len(of_calls) == 5
+    assert {name for part in of_calls for name, _ in part} == set(command.STAGES) == set(first)
+    for part in of_calls:
         assert sum(float(limit) for _, limit in part) <= call
         assert [name for name, limit in part if float(limit) < first[name] + importing] == []
+    tests = re.findall(r" timeout (\d+) .* -m pytest", script)
+    assert [float(limit) for limit in tests] <= [float(dict(of_calls[0])["correctness"])], "they run beside it"
+
+
+def test_given_a_call_that_is_killed_when_it_has_found_something_then_the_file_is_there_and_whole_all_the_time(
+    tmp_path: Path,
+) -> None:
+    stand_in = tmp_path / "python"
+    stand_in.write_text(f"""#!/bin/bash
+for size in 1 2 3 4 5 6 7 8 9; do
+  {sys.executable} -c 'print("[" + "0," * 4_000_000 + "0]")' >"$KEEP/new" && mv "$KEEP/new" "$KEEP/gpu.json"
+done
+sleep 60
+""")
+    stand_in.chmod(0o755)
+    out = tmp_path / "out"
+    folders = {"OUT": str(out), "KEEP": str(tmp_path / "work"), "PYTHON": str(stand_in), "EVERY": "0.02"}
+    env = {**os.environ, **folders}
+    call = subprocess.Popen(
+        ["bash", str(LEASE), "2"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )  # fmt: skip
+    try:
+        while not (out / "gpu.json").exists():
+            assert call.poll() is None, "it ended by itself"
+            time.sleep(0.01)
+        for _ in range(20):
+            assert (out / "gpu.json").read_text().endswith("0]\n")
+    finally:
+        os.killpg(call.pid, signal.SIGKILL)
+        call.wait()
+
+    assert len(json.loads((out / "gpu.json").read_text())) == 4_000_001
+
+
+def test_given_peers_on_a_device_when_they_run_in_turn_then_ours_runs_on_both_sides_of_vllm_and_has_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = Context(torch.device("cpu"), dry=False, deadline=time.monotonic() + 100, folder=tmp_path)
+    monkeypatch.setattr(peers, "measured", lambda *given: {"reserve": given[-1]})
+
+    found = dict(peers.run(context))
+
+    reserved = [(label, part["reserve"]) for label, part in found.items() if "reserve" in part]
+    ours = peers._AGAIN_SECONDS
+    assert reserved[:3] == [("tokenmill", ours), ("vllm", ours), ("tokenmill again", 0)]
+    assert dict(reserved[3:]) == {"vllm, eager": 0, "transformers": 0}
+
+
+def test_given_shapes_of_published_models_when_weights_are_made_then_they_are_those_of_transformers(
+    tmp_path: Path,
+) -> None:
+    for name, parameters in ((models.SMOLLM_135M, 134_515_008), (models.SMOLLM_1_7B, 1_711_376_384),
+                             (models.GEMMA, 268_098_176)):  # fmt: skip
+        weights = models.RandomWeights(models.write_config(tmp_path, name))
+        assert sum(math.prod(weights.shape(each)) for each in weights.names) == parameters
+    for name in ("tiny-llama", "tiny-qwen3", "tiny-smollm2", "tiny-gemma3"):
+        folder = models.write_config(tmp_path, name)
+        theirs = models.load_transformers(folder, torch.float32, torch.device("cpu"))
+        ours = models.RandomWeights(folder)
+        assert {each: ours.shape(each) for each in ours.names} == {
+            each: tuple(weight.shape) for each, weight in theirs.named_parameters()
+        }
+        config = EngineConfig(device="cpu", dtype="float32", attention="paged-sdpa", max_model_len=64)
+        engine, ids = models.load_engine(folder, config), list(range(5, 25))
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        (completion,) = engine.run([Request("1", as_token_ids(ids), params)])
+        with torch.inference_mode():
+            for token in completion.choices[0].token_ids:
+                assert int(theirs(torch.tensor([ids])).logits[0, -1].argmax()) == token, name
+                ids.append(token)
+
+
+def test_given_a_family_with_other_weights_when_they_are_made_then_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**models.CONFIGS["tiny-qwen3"], "attention_bias": True}))
+
+    with pytest.raises(AssertionError, match="weights that are not made here"):
+        models.RandomWeights(tmp_path)
+
+
+def test_given_more_rows_than_the_cache_holds_when_a_cell_is_measured_then_it_is_skipped_and_says_how_many_fit(
+    tmp_path: Path,
+) -> None:
+    context = Context(torch.device("cpu"), dry=True, deadline=time.monotonic() + 100, folder=tmp_path, batch=4)
+    variant, cell = serve.variants(context)[0], serve.Cell(24, 8)
+    engine = serve.engine_for(context, "tiny-llama", variant, [cell])
+
+    with pytest.raises(Skipped, match="the cache holds 4 of 5 rows"):
+        serve.measure(engine, replace(cell, rows=5), "tiny-llama", variant, context, gaps=False)
+
+    assert serve.Cell(1000, 1000, top_p=0.9, rows=512).name == "1000/1000, top_p 0.9, 512 rows"
+
+
+def test_given_several_answers_that_end_with_each_step_when_a_batch_is_filled_then_it_becomes_full(
+    tmp_path: Path,
+) -> None:
+    context = Context(torch.device("cpu"), dry=True, deadline=time.monotonic() + 100, folder=tmp_path, window=0.1)
+    cell = serve.Cell(8, 2, rows=16)
+    variant = serve.variants(context)[0]
+    flow = serve.Flow(serve.engine_for(context, "tiny-llama", variant, [cell]), cell, context)
+
+    flow.fill()
+
+    assert flow.engine.num_running + flow.engine.num_waiting == 16
+    assert flow.step() >= 1
+    flow.stop()
+    assert not flow.engine.has_work
 
 
 def wheel(folder: Path, name: str, version: str, files: dict[str, bytes], requires: tuple[str, ...] = ()) -> Path:
@@ -261,49 +378,69 @@ def test_given_wheels_when_they_are_packed_then_what_is_not_needed_stays_behind_
     carry.main(["unpack", str(carried / "a"), "--to", str(site)])
 
     found = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
-    assert found == {
-        ".carried.json", "vllm/__init__.py", "vllm/_C_stable.abi3.so", "vllm/utils/deep_gemm.py", "vllm/extra.py",
+    assert {path for path in found if not path.startswith(".")} == {
+        "vllm/__init__.py", "vllm/_C_stable.abi3.so", "vllm/utils/deep_gemm.py", "vllm/extra.py",
         "vllm/vllm_flash_attn.py",
         "vllm-0.26.0.dist-info/METADATA", "tiny.py", "tiny-1.0.dist-info/METADATA",
     }  # fmt: skip
     assert carry.main(["whole", str(site)]) == 0
 
 
-def test_given_parts_when_one_is_missing_or_damaged_then_it_is_noticed(tmp_path: Path) -> None:
-    noise = os.urandom(40_000)
-    wheels = [wheel(tmp_path, "vllm", "1", {"vllm/a.so": noise, "vllm/b.so": noise[::-1]})]
-    parts = carry.pack(wheels, tmp_path / "to", part_bytes=50_000, large=10_000)
-    site = tmp_path / "site"
-
-    assert [len(part) for part in parts] == [2, 1]
-    assert carry.main(["whole", str(site)]) == 1
-    carry.unpack(tmp_path / "to" / "a", site)
-    assert not carry.whole(site)
-    carry.unpack(tmp_path / "to" / "b", site)
-    assert carry.whole(site)
-    assert {(site / "vllm/a.so").read_bytes(), (site / "vllm/b.so").read_bytes()} == {noise, noise[::-1]}
-
-    (packed,) = (tmp_path / "to" / "b").glob("*.xz")
-    packed.write_bytes(packed.read_bytes()[:-1] + b"?")
-    with pytest.raises(ValueError, match="damaged"):
-        carry.unpack(tmp_path / "to" / "b", site)
-    with pytest.raises(ValueError, match="a part may have 9000"):
-        carry.pack(wheels, tmp_path / "other", part_bytes=9_000, large=10_000)
-
-
-def test_given_a_file_larger_than_a_part_when_packed_then_its_slices_make_it_whole_again(tmp_path: Path) -> None:
+def test_given_a_file_larger_than_a_part_when_packed_then_parts_are_even_and_make_it_whole_in_any_order(
+    tmp_path: Path,
+) -> None:
     noise = os.urandom(40_000)
     wheels = [wheel(tmp_path, "vllm", "1", {"vllm/a.so": noise})]
-    parts = carry.pack(wheels, tmp_path / "to", part_bytes=20_000, large=10_000, slice_bytes=15_000)
-    site = tmp_path / "site"
+    site, to = tmp_path / "site", tmp_path / "to"
 
-    for part_name in reversed("abcdefgh"[: len(parts)]):
+    sizes = carry.pack(wheels, to, 15_000)
+
+    assert [folder.name for folder in sorted(to.iterdir())] == ["a", "b", "c"]
+    assert max(sizes) <= 15_000
+    assert max(sizes) - min(sizes) < 10
+    for letter in "cab":
         assert not carry.whole(site)
-        carry.unpack(tmp_path / "to" / part_name, site)
-
-    assert len(parts) == 3
+        assert carry.main(["whole", str(site)]) == 1
+        assert carry.unpack(to / letter, site) == (letter == "b")
     assert carry.whole(site)
     assert (site / "vllm/a.so").read_bytes() == noise
+
+    (to / "b" / "chunk").write_bytes((to / "b" / "chunk").read_bytes()[:-1] + b"?")
+    with pytest.raises(ValueError, match="damaged"):
+        carry.unpack(to / "b", site)
+    carry.pack([wheel(tmp_path, "vllm", "2", {"vllm/a.so": noise[::-1]})], to, 15_000)
+    with pytest.raises(ValueError, match="another archive"):
+        carry.unpack(to / "a", site)
+    with pytest.raises(ValueError, match="there are 26 names"):
+        carry.pack(wheels, to, 1_500)
+    with pytest.raises(ValueError, match="no room for any"):
+        carry.pack(wheels, to, -20_000)
+
+
+def test_given_a_working_tree_when_it_is_measured_then_what_git_would_carry_counts_and_parts_fit_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree, wheels = tmp_path / "tree", tmp_path / "wheels"
+    tree.mkdir()
+    wheels.mkdir()
+    subprocess.run(["git", "init", "-q", str(tree)], check=True)
+    for name, size in ((".gitignore", 6), ("tracked", 600_000), ("new", 1), ("built", 1 << 20)):
+        (tree / name).write_bytes(b"built\n" if size == 6 else bytes(size))
+    subprocess.run(["git", "-C", str(tree), "add", "tracked", ".gitignore"], check=True)
+    monkeypatch.setattr(carry, "ROOT", tree)
+    wheel(wheels, "vllm", "1", {"vllm/a.so": os.urandom(400_000)})
+
+    carry.main(["pack", "--to", str(tmp_path / "to"), "--wheels", str(wheels), "--call-mib", "1"])
+
+    assert carry.tree_bytes(tree) == 3 * 512 + 512 + 600_064 + 512
+    parts = sorted((tmp_path / "to").iterdir())
+    assert f"it needs {len(parts)} calls" in capsys.readouterr().out
+    assert len(parts) == 3
+    for part in parts:
+        assert sum(path.stat().st_size for path in part.iterdir()) <= (1 << 20) - (256 << 10) - carry.tree_bytes(tree)
+    (tree / "new").write_bytes(bytes(800_000))
+    with pytest.raises(ValueError, match="no room for any"):
+        carry.main(["pack", "--to", str(tmp_path / "to"), "--wheels", str(wheels), "--call-mib", "1"])
 
 
 def test_given_exact_requirements_when_pins_are_read_then_those_of_extras_are_none(tmp_path: Path) -> None:
@@ -414,6 +551,8 @@ def test_given_a_bare_machine_when_all_stages_run_dry_then_every_metric_is_there
     assert skipped == {"demo model"}, "no file was named"
     check_attention(stages["attention"]["parts"])
     check_steady_states(stages["serve"]["parts"])
+    check_published(stages["published"]["parts"])
+    check_kernels(stages["kernels"]["parts"])
     check_job(stages["mixed"]["parts"])
     check_peers(stages["peers"]["parts"])
     for part in stages["profile"]["parts"].values():
@@ -446,6 +585,25 @@ def check_steady_states(parts: dict[str, Any]) -> None:
             assert least["share"] == pytest.approx(rate / least["output_tokens_per_second"], rel=1e-3)
 
 
+def check_kernels(parts: dict[str, Any]) -> None:
+    products = {name: part["3 rows"] for name, part in parts.items() if name.startswith("product tiny")}
+    assert set(products) == {f"product tiny {name}" for name in ("bf16", "int8 weights", "fp8, our kernel")}
+    assert all(product["distance"] < 0.05 for product in products.values()), products
+    launched = [part for name, part in parts.items() if name.startswith("launches")]
+    assert [list(part) for part in launched] == [["4 tokens", "8 tokens"]] * 2
+    assert all(step["steps"] == 2 for part in launched for step in part.values())
+
+
+def check_published(parts: dict[str, Any]) -> None:
+    assert list(parts) == ["tiny-smollm2", "tiny-gemma3"]
+    for part in parts.values():
+        assert part["step_rows"] == 128, "as a CPU has it where none is given"
+        assert 1 <= part["mean_rows"] <= part["rows"] < 128
+        rate = part["output_tokens_per_second"]
+        assert part["ours_over_best"] == pytest.approx(rate / part["published_best"], rel=1e-3)
+        assert part["ours_over_default"] > part["ours_over_best"]
+
+
 def check_job(parts: dict[str, Any]) -> None:
     for part in parts.values():
         assert part["done"] == part["requests"] == 12
@@ -455,7 +613,7 @@ def check_job(parts: dict[str, Any]) -> None:
 
 def check_peers(parts: dict[str, Any]) -> None:
     rates = {name: part["output_tokens_per_second"] for name, part in parts.items() if "peak_rss_bytes" in part}
-    assert set(rates) == {"tokenmill", "vllm", "vllm starts", "transformers"}
+    assert set(rates) == {"tokenmill", "vllm", "transformers"}
     ratio = rates["tokenmill"] / rates["transformers"]
     assert parts["ratios"]["ours / transformers"] == pytest.approx(ratio, rel=1e-3)
 
