@@ -27,7 +27,7 @@ from engine.attention.reference import ReferenceAttention
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Most that ‖out - oracle‖ / ‖oracle‖ may be."""
 
-_CASE_SECONDS = 20.0
+_CASE_SECONDS = 10.0
 
 
 def backend_of(name: str, made: Made, cache: torch.dtype, device: torch.device) -> AttentionBackend:

@@ -41,7 +41,7 @@ EAGER: Mapping[str, Any] = {"async_scheduling": False, "cuda_graphs": False}
 FP8_CACHE = 0.1
 """How far log-probabilities of given texts may move in the mean when the cache is fp8."""
 
-_MODEL_SECONDS = 30.0
+_MODEL_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ copy_findings() {  # whole or not at all, whenever this ends
   [ -e "$KEEP/gpu.json" ] && cp "$KEEP/gpu.json" "$OUT/gpu.part" && mv "$OUT/gpu.part" "$OUT/gpu.json"
 }
 
-write_through() {
+write_through() {  # every two seconds, or as EVERY says
   while sleep "${EVERY:-2}"; do copy_findings; done
 }
 
@@ -34,7 +34,7 @@ unpack() {  # FOLDER
 }
 
 kernel_tests() {  # where pytest is installed; the CPU answers by torch's operators
-  CXX=none OMP_NUM_THREADS=1 timeout 130 "$PYTHON" -m pytest tests/engine/triton -n 12 -o addopts= --import-mode=importlib \
+  CXX=none OMP_NUM_THREADS=1 timeout 140 "$PYTHON" -m pytest tests/engine/triton -n 12 -o addopts= --import-mode=importlib \
     -q -p no:cacheprovider --ignore tests/engine/triton/test_machine_code.py >"$OUT/kernel_tests.log" 2>&1
   tail -n 40 "$OUT/kernel_tests.log" | cut -c -160
 }
@@ -54,24 +54,24 @@ trap 'kill "$writer"; copy_findings' EXIT
 unpack "$part" &
 unpacking=$!
 if "$new_machine"; then
-  stage machine 40
+  stage machine 33
 fi
 wait "$unpacking"
 case "$1" in
 1)
   kernel_tests &
   tests=$!
-  stage correctness 130
+  stage correctness 140
   wait "$tests"
   stage attention 45
-  stage kernels 85
+  stage kernels 82
   ;;
 2)
-  stage serve 255
+  stage serve 265
   ;;
 3)
-  stage published 145
-  stage mixed 115
+  stage published 150
+  stage mixed 117
   ;;
 4)
   if "$PYTHON" -m benchmarks.gpu.carry whole "$VLLM"; then
@@ -79,7 +79,7 @@ case "$1" in
   else
     echo "== not all of vLLM's parts came to this machine: it is no peer"
   fi
-  stage peers 255
+  stage peers 265
   ;;
 5)
   stage profile 95

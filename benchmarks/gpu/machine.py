@@ -20,7 +20,7 @@ from benchmarks.gpu.context import Context, Part, parts, seconds_of
 
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "safetensors", "tokenizers", "vllm", "flash-attn")
 _QUERY = "name,driver_version,memory.total,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
-_SECONDS = 15.0
+_SECONDS = 8.0
 
 
 def run(context: Context) -> Iterator[Part]:

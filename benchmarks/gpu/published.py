@@ -6,8 +6,9 @@ examples/inference/benchmark): vLLM 0.15 on an H100 of 80 GB, greedy, with its d
 size of a step that the engine chooses by itself and without drafts, which random weights never accept.
 
 Their prompts are documents of FineWeb-Edu's sample of 10 billion tokens behind an instruction, their answers have 4,096
-tokens at most. Lengths are not published: taken are the sample's mean of 1,034 tokens a document and 66 of the
-instruction, and the 359 tokens that FinePhrase's answers have in the mean (of SmolLM2-1.7B, to four instructions).
+tokens at most. Lengths are not published: assumed are the sample's mean of 1,034 tokens (9.67 million documents) and 66
+of the instruction, and the 359 tokens that FinePhrase's answers have in the mean (of SmolLM2-1.7B, to four
+instructions).
 Theirs is a whole job with lengths of all sizes, its start and its tail included. So the ratio says how near ours
 comes, and not more.
 """

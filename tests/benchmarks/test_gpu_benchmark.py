@@ -177,9 +177,9 @@ def test_given_a_lease_when_its_stages_begin_then_each_has_the_time_that_it_asks
     calls = [re.findall(r"^ +stage (\w+) (\d+)$", lines, re.MULTILINE) for lines in script.split(";;")]
     (on_a_new_machine, *_) = (part for part in calls if part)
     assert on_a_new_machine.pop(0)[0] == "machine"
-    of_calls = [[("machine", "40"), *part] for part in calls if part]
+    of_calls = [[("machine", "33"), *part] for part in calls if part]
 
-    assert "  stage machine 40" in script
+    assert "  stage machine 33" in script
     assert len(of_calls) == 5
     assert {name for part in of_calls for name, _ in part} == set(command.STAGES) == set(first)
     for part in of_calls:
