@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.engine_settings import with_overrides
 from benchmarks.gpu.context import Context, Part, free_memory, tried
 from benchmarks.gpu.models import GEMMA, QWEN, SMOLLM_1_7B, SMOLLM_135M, load_engine, write_config
-from benchmarks.gpu.serve import Cell, Flow, rows_that_fit, variants, window
+from benchmarks.gpu.serve import Cell, Flow, against_bound, rows_that_fit, variants, window
 from engine import CacheConfig, Engine, EngineConfig
 
 CONTEXT_TOKENS = 8192
@@ -87,6 +87,7 @@ def of_model(context: Context, model: str, published: Published) -> dict[str, An
         "published_best": published.best,
         "ours_over_default": rate / published.default,
         "ours_over_best": rate / published.best,
+        **against_bound(rate, cell, model, variants(context)[0], context),
     }
 
 

@@ -4,8 +4,9 @@ A request of I prompt and O answer tokens has I + O - 1 positions computed and O
 2 operations a parameter and position (in the head: a parameter and row); or, if that is longer, as long as reading the
 weights once a step, of which a step's B requests share the cost. Beside that, attention of the prompt takes
 4 * heads * head_dim * I (I + 1) / 2 operations in each layer, and each decoding step reads the keys and values of all
-tokens before it: (O - 1) (I + O / 2) in all. These three follow each other, so their times add up. Activations, norms,
-sampling and everything on the host count nothing, so the bound is never reached.
+tokens before it: (O - 1) (I + O / 2) in all. Layers with a window see no more tokens than it has. These three follow
+each other, so their times add up. Activations, norms, sampling and everything on the host count nothing, so the bound is
+never reached.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder's sizes, from its config."""
+    """A decoder's sizes, from its config.
+
+    Attributes:
+        windows: tokens of the window of each layer that has one.
+    """
 
     layers: int
     hidden: int
@@ -40,6 +45,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocab: int
+    windows: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Shape:
@@ -53,6 +59,7 @@ class Shape:
             kv_heads=int(config["num_key_value_heads"]),
             head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
             vocab=int(config["vocab_size"]),
+            windows=(config.get("sliding_window"),) * config.get("layer_types", ()).count("sliding_attention"),
         )
 
     @property
@@ -65,9 +72,15 @@ class Shape:
     def head_parameters(self) -> int:
         return self.hidden * self.vocab
 
+    def seen(self, tokens: int) -> int:
+        """Tokens that the first `tokens` ones see, themselves included, added up over all layers."""
+        whole = tokens * (tokens + 1) // 2
+        beyond = (max(0, tokens - window) for window in self.windows)
+        return self.layers * whole - sum(each * (each + 1) // 2 for each in beyond)
+
     def kv_bytes(self, item: int) -> int:
-        """Of one token's keys and values in all layers, `item` bytes a number."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * item
+        """Of one token's keys and values in a layer, `item` bytes a number."""
+        return 2 * self.kv_heads * self.head_dim * item
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +144,14 @@ def bound(
     weight_bytes = shape.layer_parameters * form.weights + shape.head_parameters * 2
     steps = 0.0 if batch is None else outputs / min(batch, len(requests))
     reading = steps * weight_bytes / rates.bandwidth
-    pairs = sum(prompt * (prompt + 1) / 2 for prompt, _ in requests)
+    pairs: float = sum(shape.seen(prompt) for prompt, _ in requests)
     # Shared prompts are not attended again; how the rest divides is not known, so it counts by its share.
     pairs *= 1 - cached / max(1, sum(prompt for prompt, _ in requests))
-    read_tokens = sum((answer - 1) * (prompt + answer / 2) for prompt, answer in requests)
+    read_tokens = sum(shape.seen(prompt + answer - 1) - shape.seen(prompt) for prompt, answer in requests)
     return Bound(
         products=max(computing, reading),
         weights_bound=reading > computing,
-        prompts=4 * shape.layers * shape.heads * shape.head_dim * pairs / rates.bf16,
+        prompts=4 * shape.heads * shape.head_dim * pairs / rates.bf16,
         cache=read_tokens * shape.kv_bytes(form.cache) / rates.bandwidth,
         output_tokens=outputs,
     )

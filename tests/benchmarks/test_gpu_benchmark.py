@@ -57,11 +57,25 @@ NEWER = {"pydantic", "pydantic_core"}
 def test_given_a_model_when_its_sizes_are_taken_then_they_are_those_counted_by_hand() -> None:
     assert LLAMA.layer_parameters == 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     assert LLAMA.head_parameters == 4096 * 128256
-    assert LLAMA.kv_bytes(2) == 131072
+    assert LLAMA.layers * LLAMA.kv_bytes(2) == 131072
     assert Shape.of({
         "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
         "num_key_value_heads": 8, "vocab_size": 128256,
     }) == LLAMA  # fmt: skip
+
+
+def test_given_layers_with_a_window_when_tokens_are_counted_then_none_sees_more_than_it_has() -> None:
+    gemma = Shape.of(models.CONFIGS[models.GEMMA])
+    assert gemma.windows == (512,) * 15
+
+    def by_hand(first: int, last: int) -> int:
+        return sum(3 * tokens + 15 * min(tokens, 512) for tokens in range(first, last + 1))
+
+    assert gemma.seen(1100) == by_hand(1, 1100)
+    assert gemma.seen(300) == by_hand(1, 300)
+    found = bound(gemma, Form(), RATES, [(1100, 359)], batch=1)
+    assert found.cache == pytest.approx(by_hand(1101, 1458) * 2 * 256 * 2 / RATES.bandwidth)
+    assert found.prompts == pytest.approx(4 * 4 * 256 * by_hand(1, 1100) / RATES.bf16)
 
 
 def test_given_one_request_at_a_time_when_it_is_bounded_then_reading_the_weights_is_what_takes_time() -> None:
@@ -602,6 +616,7 @@ def check_published(parts: dict[str, Any]) -> None:
         rate = part["output_tokens_per_second"]
         assert part["ours_over_best"] == pytest.approx(rate / part["published_best"], rel=1e-3)
         assert part["ours_over_default"] > part["ours_over_best"]
+        assert 0 < part["bound"]["this batch"]["share"] < 1
 
 
 def check_job(parts: dict[str, Any]) -> None:
