@@ -5,8 +5,8 @@ A request of I prompt and O answer tokens has I + O - 1 positions computed and O
 weights once a step, of which a step's B requests share the cost. Beside that, attention of the prompt takes
 4 * heads * head_dim * I (I + 1) / 2 operations in each layer, and each decoding step reads the keys and values of all
 tokens before it: (O - 1) (I + O / 2) in all. Layers with a window see no more tokens than it has. These three follow
-each other, so their times add up. Activations, norms, sampling and everything on the host count nothing, so the bound is
-never reached.
+each other, so their times add up. Activations, norms, sampling and everything on the host count nothing, so the bound
+is never reached.
 """
 
 from __future__ import annotations
