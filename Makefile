@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
-PARALLEL ?= -n 6 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 OUT ?= out/demo
 KILLS ?= 25
 SEEDS ?= 2000
