@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
@@ -388,6 +389,8 @@ def make_config(family: str, **changes: Any) -> Any:
     """The transformers config of a tiny model of this family."""
     class_name, differences = FAMILIES[family]
     shape = {} if family == "gpt2" else _SHAPE
+    if not hasattr(transformers, class_name):
+        pytest.skip(f"NOT TESTED HERE: {family}; transformers {transformers.__version__} does not know it")
     return getattr(transformers, class_name)(**{**shape, **differences, **changes})
 
 

@@ -34,9 +34,12 @@ unpack() {  # FOLDER
 }
 
 kernel_tests() {  # where pytest is installed; the CPU answers by torch's operators
-  CXX=none OMP_NUM_THREADS=1 timeout 140 "$PYTHON" -m pytest tests/engine/triton -n 12 -o addopts= --import-mode=importlib \
-    -q -p no:cacheprovider --ignore tests/engine/triton/test_machine_code.py >"$OUT/kernel_tests.log" 2>&1
-  tail -n 40 "$OUT/kernel_tests.log" | cut -c -160
+  : >"$OUT/failed_tests.log"
+  KERNEL_TESTS="$OUT/failed_tests.log" CXX=none OMP_NUM_THREADS=1 timeout 140 "$PYTHON" -m pytest tests/engine/triton -n 12 \
+    -o addopts= --import-mode=importlib -q -p benchmarks.gpu.kernel_tests -p no:cacheprovider -p no:benchmark \
+    --ignore tests/engine/triton/test_machine_code.py >"$OUT/kernel_tests.log" 2>&1
+  tail -n 1 "$OUT/kernel_tests.log" | cut -c -160
+  grep -E "^(FAILED|E  )" "$OUT/failed_tests.log" | cut -c -160 | head -n 60
 }
 
 case "${1:-}" in
@@ -63,8 +66,8 @@ case "$1" in
   tests=$!
   stage correctness 140
   wait "$tests"
-  stage attention 45
-  stage kernels 82
+  stage attention 57
+  stage kernels 70
   ;;
 2)
   stage serve 265

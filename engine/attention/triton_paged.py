@@ -85,6 +85,7 @@ class Tile:
             of a table.
         warps: of a program.
         programs: of a multiprocessor, that splitting aims at: as many fit Hopper's.
+        halved: see `attend_tiles`.
     """
 
     queries: int
@@ -92,6 +93,7 @@ class Tile:
     stages: int = 3
     warps: int = 4
     programs: int = 4
+    halved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,7 +449,8 @@ class TritonPagedAttention:
             q, *stored, keys if sinks is None else sinks, into, log_sums, table, step.starts, step.counts, step.begins,
             shared_keys, tiles.sequences, tiles.firsts, *strides, tiles.first_token, rows, QUERIES=tile.queries,
             WINDOW=storage.window_of[layer] or 0, COLUMNS=tile.columns, SPLIT=all_splits > 1, SINKS=sinks is not None,
-            SHARED=shared is not None, num_stages=tile.stages, num_warps=tile.warps, **shape, **form,
+            SHARED=shared is not None, HALVED=tile.halved and form["NARROW"], num_stages=tile.stages,
+            num_warps=tile.warps, **shape, **form,
         )  # fmt: skip
         if shared is not None:
             tile = self._shared_tile
@@ -474,7 +477,8 @@ class TritonPagedAttention:
         if self._item == 4:
             shared = replace(chunk, warps=FLOAT32_SHARED_WARPS)
         if self._item == 1 and not self._rests and self._dims <= FP8_DECODE_DIMS:
-            decode = Tile(self._decode_queries, *FP8_DECODE)
+            checked = self._dims == FP8_DECODE_DIMS and self._decode_queries * self._heads == LEAST_ROWS
+            decode = Tile(self._decode_queries, *FP8_DECODE, halved=checked)
         return decode, chunk, shared
 
     def _columns(self, queries: int, most: int) -> int:

@@ -51,7 +51,8 @@ def quantize_rows_fp8(x: Tensor, scale: float | None = None) -> tuple[Tensor, Te
     """
     x = x.float()
     peaks = x.abs().amax(dim=1, keepdim=True)
-    scales = peaks / LARGEST if scale is None else torch.full_like(peaks, scale)
+    # By a tensor: torch multiplies by a number's reciprocal on CUDA, which rounds otherwise.
+    scales = peaks / torch.full_like(peaks, LARGEST) if scale is None else torch.full_like(peaks, scale)
     scales = scales.masked_fill(~peaks.isfinite(), torch.nan)
     whole = x.div(scales).clamp_(-LARGEST, LARGEST).nan_to_num_(nan=0)  # also of rows of zeros
     return whole.masked_fill_(scales == 0, 0).to(FP8), scales

@@ -211,7 +211,7 @@ def make_graphs(
         reason = "the model's forward pass looks at its input on the host"
     elif not isinstance(attention, CapturableAttention):
         reason = f"attention {attention.name!r} has no fixed places for its ranges"
-    elif device.type == "cuda" and isinstance(attention, ReferenceAttention):
+    elif device.type == "cuda" and ReferenceAttention.name in attention.name.split("+"):
         reason = f"attention {attention.name!r} reads its ranges on the host"
     if reason is not None:
         if config.cuda_graphs:

@@ -131,7 +131,7 @@ def _walk_keys(  # type: ignore[no-untyped-def]
     row_scale,
     KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, HEAD_DIM: tl.constexpr, RESTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, COLUMNS: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr,
-    LATENT: tl.constexpr,
+    LATENT: tl.constexpr, HALVED: tl.constexpr,
 ):  # fmt: skip
     """Attends with rows of queries at `position` [rows] to the keys from `least` to `end` of a block table, in turns of
     COLUMNS from `lowest` on. Returns each row's largest score, the sum of its weights relative to it, and their sums of
@@ -143,8 +143,6 @@ def _walk_keys(  # type: ignore[no-untyped-def]
         in_rest = rest < HEAD_DIM
     most = tl.full((queries.shape[0],), float("-inf"), tl.float32)
     total = tl.zeros((queries.shape[0],), tl.float32)
-    # Codes of values are multiplied as even and odd elements: two are read from shared memory at once, not one.
-    HALVED: tl.constexpr = NARROW and not LATENT
     sums = tl.zeros((queries.shape[0], DIMS // 2 if HALVED else DIMS), tl.float32)
     odd_sums = sums
     of_sums = 0.0  # the largest scale of values so far, by which weights are divided, and `sums` would be multiplied
@@ -209,7 +207,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, RESTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, COLUMNS: tl.constexpr,
     SCALED: tl.constexpr, NARROW: tl.constexpr, UPCAST: tl.constexpr, SINKS: tl.constexpr, LATENT: tl.constexpr,
-    SHARED: tl.constexpr,
+    SHARED: tl.constexpr, HALVED: tl.constexpr,
 ):  # fmt: skip
     """A program attends with QUERIES tokens of a sequence and HEADS of the SHARING query heads of one KV head.
 
@@ -231,6 +229,9 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         NARROW: products with float8_e4m3fn are made in float16, to which a GPU converts it in one instruction; float16
             lacks the range for weights times scales, and for what bfloat16 holds.
         UPCAST: multiply in float32 whatever the dtype is, as the interpreter must.
+        HALVED: codes of values are multiplied as even and odd elements: two are read from shared memory at once, not
+            one. Triton 3.6 compiles that for a Hopper to reads beyond shared memory with some tiles (64 rows, heads of
+            32): only for tiles that were checked on one.
     """
     sequence = tl.load(tile_sequences + tl.program_id(0))
     first = tl.load(tile_firsts + tl.program_id(0))
@@ -267,7 +268,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     most, total, sums = _walk_keys(
         queries, query_rests, keys, values, key_scales, value_scales, tables + sequence.to(tl.int64) * table_stride,
         position, lowest, least, end, kv_head, row_scale, KV_HEADS, VALUE_DIM, DIMS, HEAD_DIM, RESTS, BLOCK_SIZE,
-        WINDOW, COLUMNS, SCALED, NARROW, LATENT,
+        WINDOW, COLUMNS, SCALED, NARROW, LATENT, HALVED,
     )  # fmt: skip
 
     if SINKS:  # joins the first part of the keys, which may be empty
@@ -328,7 +329,7 @@ def attend_shared(  # type: ignore[no-untyped-def]
     most, total, sums = _walk_keys(
         queries, query_rests, keys, values, key_scales, value_scales, tables + sequence * table_stride, behind, lowest,
         lowest, end, kv_head, row_scale, KV_HEADS, VALUE_DIM, DIMS, HEAD_DIM, RESTS, BLOCK_SIZE, 0, COLUMNS, SCALED,
-        NARROW, LATENT,
+        NARROW, LATENT, False,
     )  # fmt: skip
     divisor = tl.where(total == 0, 1.0, total)
     row_of_out = token * (KV_HEADS * SHARING) + head + (first_split + tl.program_id(2)).to(tl.int64) * split_stride

@@ -286,7 +286,7 @@ def cohere2_moe(config: Any) -> DecoderSpec:
 def gpt_oss(config: Any) -> DecoderSpec:
     """gpt-oss (OpenAI 2025, section 2): sinks, every second layer slides, and experts with biases."""
     for name, value in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
-        if (given := getattr(config, name)) != value:
+        if (given := getattr(config, name, value)) != value:
             raise UnsupportedModel(f"{name} is {given}, but must be {value}")
     bias = bool(config.attention_bias)
     # The softmax of the chosen logits is that of all of them, renormalized.

@@ -325,6 +325,12 @@ REFUSED = {
 }
 
 
+def test_configs_of_gpt_oss_need_not_name_what_older_ones_lack(tiny_models):
+    config = tiny_models.make_config("gpt-oss")
+    del config.swiglu_alpha
+    assert fused_family(config)(config).activation == "clamped_swiglu"
+
+
 @pytest.mark.parametrize("named", REFUSED)
 def test_what_would_change_the_result_is_refused_by_name(named, tiny_models):
     family, changes = REFUSED[named]

@@ -33,7 +33,7 @@ from engine.device_transfer import make_transfer
 from engine.models.layer_ops.torch_ops import TorchLayerOps
 from engine.sampling.batch import Columns, choose
 from engine.sampling.draw import DrawWorkspace
-from tests.engine.triton_interpreter import language_patched_once
+from tests.engine.triton_interpreter import patched_interpreter
 
 DEVICE = torch.device("cuda", 0)
 
@@ -308,7 +308,7 @@ def fake_cuda(
         if not fused_layers:
             patches.enter_context(mock.patch("engine.models.decoder.make_layer_ops", _torch_layer_ops))
         if triton:
-            patches.enter_context(language_patched_once())
+            patches.enter_context(patched_interpreter())
             for module, names in _KERNELS:
                 loaded = __import__(module, fromlist=["_"])
                 for name in names:

@@ -22,9 +22,11 @@ from torch import Tensor
 
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig
 from engine.attention import AttentionBatch, KVLayout
+from engine.attention.by_shape import attention_by_shape
 from engine.attention.choice import _TORCH_BACKENDS as BACKENDS
 from engine.attention.reference import ReferenceAttention, ReferenceStep
 from engine.errors import EngineError
+from engine.models.base import KVShape
 from engine.plan import CacheGroup
 from engine.runner.buckets import NO_SLOT, GraphBuckets, GraphShape, decode_sizes, mixed_sizes, padded
 from engine.runner.graphs import CudaRecorder, make_graphs
@@ -162,10 +164,15 @@ def test_a_cpu_has_none(tiny_model: TinyModel) -> None:
     assert load(path, None).stats().steps_recorded == 0
 
 
-def test_on_a_cuda_device_the_oracle_is_launched_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shapes", [(), (KVShape(1, 8), KVShape(1, 16))], ids=["one shape", "two"])
+def test_on_a_cuda_device_the_oracle_is_launched_without_graphs(
+    shapes: tuple[KVShape, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("engine.runner.graphs.make_recorder", lambda device: None)
-    layout = KVLayout((CacheGroup((0,), None, 4),), block_size=4, num_kv_heads=1, head_dim=8)
-    oracle = ReferenceAttention(layout, torch.float32, torch.device("cpu"))
+    groups = tuple(CacheGroup((layer,), None, 4) for layer in range(len(shapes) or 1))
+    layout = KVLayout(groups, block_size=4, num_kv_heads=1, head_dim=8, shapes=shapes)
+    make = partial(ReferenceAttention, dtype=torch.float32, device=torch.device("cpu"))
+    oracle = attention_by_shape(layout, make) if shapes else make(layout)
     model: Any = SimpleNamespace(recordable=True)
 
     assert make_graphs(EngineConfig(), model, oracle, 4, torch.device("cuda")) is None
@@ -201,7 +208,7 @@ def test_where_graphs_were_not_requested_an_engine_starts_without_them(
     layout = KVLayout((CacheGroup((0,), None, 4),), block_size=4, num_kv_heads=1, head_dim=8)
     attention = PoisonedPadding(layout, torch.float32, torch.device("cpu"))
     model: Any = SimpleNamespace(recordable=True)
-    monkeypatch.setattr("engine.runner.graphs.ReferenceAttention", ())
+    monkeypatch.setattr(attention, "name", "not the oracle")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch, "zeros", lambda *size, device, **rest: torch.empty(*size, **rest).zero_())
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.engine.triton_interpreter import language_patched_once
+from tests.engine.triton_interpreter import patched_interpreter
 
 
 @pytest.fixture(scope="session")
@@ -24,5 +24,5 @@ def upcast(device: torch.device) -> bool:
 
 @pytest.fixture(autouse=True)
 def quick_interpreter(device: torch.device) -> Iterator[None]:
-    with nullcontext() if device.type == "cuda" else language_patched_once():
+    with nullcontext() if device.type == "cuda" else patched_interpreter():
         yield

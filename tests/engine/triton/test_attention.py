@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,12 +185,33 @@ def test_keys_of_few_long_sequences_are_split(
     assert max(chunks) >= 4
 
 
+@pytest.mark.parametrize(
+    ("heads", "head_dim"),
+    [
+        ((6, 3), 24),
+        ((8, 2), 128),
+        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (((8, 2), 32), ((9, 3), 64), ((4, 1), 256))),
+    ],
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_cache_of_fp8(
-    dtype: torch.dtype, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    dtype: torch.dtype, heads: tuple[int, int], head_dim: int, device: torch.device, upcast: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(triton_paged, "SPLIT_KEYS", 16)
-    compare(device, upcast, seed=4, dtype=dtype, cache=FP8, window=37, heads=(6, 3), head_dim=24, steps=2)
+    compare(device, upcast, seed=4, dtype=dtype, cache=FP8, window=37, heads=heads, head_dim=head_dim, steps=2)
+
+
+def test_a_slot_beyond_the_cache_is_found_by_the_interpreter(device: torch.device) -> None:
+    """On a GPU it would be written to whatever lies there."""
+    if device.type == "cuda":
+        pytest.skip("the interpreter is for CPUs")
+    backend = TritonPagedAttention(KVLayout((CacheGroup((0,), None, 4),), 4, 1, 16, 1), torch.float32, device)
+    x, here = torch.zeros(1, 1, 16), np.zeros(1, np.int32)
+    for slot in (15, 16):
+        step = backend.prepare(AttentionBatch(here, here + 1, 1, (here[None] + 3,), (np.array([slot], np.int64),)))
+        with nullcontext() if slot == 15 else pytest.raises(Exception, match=r"store_tokens .* outside its tensors"):
+            backend.attend(0, x, x, x, 1.0, step)
 
 
 def stored_in_fp8(x: torch.Tensor, device: torch.device, upcast: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -650,6 +672,7 @@ def test_an_engine_with_an_fp8_cache_gives_the_tokens_of_one_that_rounds(
     assert tokens_by_engine[0] == tokens_by_engine[1]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU keeps one")
 @pytest.mark.parametrize("attention", ["auto", "native", "paged-sdpa"])
 def test_an_fp8_cache_is_refused_where_nothing_keeps_one(attention: str, tiny_model: Callable[[str], Path]) -> None:
     config = EngineConfig(dtype="float32", attention=attention, kv_dtype="fp8", cache=CacheConfig(num_blocks=8))

@@ -111,7 +111,7 @@ def test_a_product_of_groups(
     # A Hopper's matrix units keep 13 bits behind the point of a group's largest sum (DeepSeek-V3, section 3.3.2).
     step = max(torch.finfo(dtype).eps, 2**-13 if device.type == "cuda" else 0)
     torch.testing.assert_close(
-        y.cpu().double(), wanted, rtol=2 * step, atol=float(4 * step * wanted.abs().mean()) + 1e-4
+        y.cpu().double(), wanted, rtol=2 * step, atol=float(8 * step * wanted.abs().mean()) + 1e-4
     )
 
 

@@ -62,7 +62,8 @@ def test_it_is_the_product_with_the_dequantized_weight(
     y = SmallWeightProduct(q, bias, upcast)(x)
     assert y.dtype == dtype
     step = torch.finfo(dtype).eps
-    torch.testing.assert_close(y.double(), wanted, rtol=2 * step, atol=float(16 * step * wanted.abs().mean()) + 1e-5)
+    steps = 64 if device.type == "cuda" else 16  # a GPU adds one product after the other
+    torch.testing.assert_close(y.double(), wanted, rtol=2 * step, atol=float(steps * step * wanted.abs().mean()) + 1e-5)
 
 
 @pytest.mark.parametrize("rows", [33, 65, 128])
