@@ -122,7 +122,7 @@ class LeaderModel:
         assert isinstance(attend.prepared, LeaderStep), "the leader's attention has prepared the step"
         inputs = torch.stack((input_ids, positions) if rope_lengths is None else (input_ids, positions, rope_lengths))
         with self._rank_group.collective():
-            self._rank_group.send(Forward(attend.prepared.batch, len(input_ids), rope_lengths is not None))
+            self._rank_group.send(Forward(attend.prepared.batch, rope_lengths is not None))
             self._rank_group.group.broadcast(inputs)
             return self._model.forward(input_ids, positions, attend, rope_lengths)
 

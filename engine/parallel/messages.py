@@ -1,5 +1,6 @@
-"""Messages of the leader to the other ranks, and their answers. They are pickled and sent over a socket pair between
-processes of one engine; tensors are sent between the ranks directly, device to device."""
+"""Messages of the leader to the other ranks, and their answers, over a socket pair between processes of one engine.
+Tensors are sent between the ranks directly, device to device. `engine.parallel.encoding` is the messages' binary form.
+"""
 
 from __future__ import annotations
 
@@ -79,10 +80,9 @@ class CopyBlocks:
 @dataclass(frozen=True, slots=True)
 class Forward:
     """Compute a step. Its int64 [2 or 3, tokens] of token ids, positions and rotary lengths, where the model has such,
-    are broadcast then."""
+    are broadcast then, from the leader's device: of a step ahead the host has no token ids yet."""
 
     batch: AttentionBatch
-    tokens: int
     lengths: bool
 
 

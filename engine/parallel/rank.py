@@ -17,6 +17,7 @@ from engine.attention import AttentionBackend, AttentionStep, KVLayout, make_bac
 from engine.errors import EngineError
 from engine.logs import only_errors
 from engine.parallel.decoder import RankDecoder
+from engine.parallel.encoding import decode
 from engine.parallel.loading import load_share, rank_device, resident_bytes
 from engine.parallel.messages import (
     Answer,
@@ -103,9 +104,8 @@ class RankWorker:
         return Done()
 
     def _forward(self, message: Forward) -> None:
-        rows = 3 if message.lengths else 2
-        inputs = torch.empty(rows, message.tokens, dtype=torch.int64, device=self._group.device)
-        self._group.broadcast(inputs)
+        shape = 3 if message.lengths else 2, len(message.batch.slot_mapping[0])
+        inputs = self._group.broadcast(torch.empty(shape, dtype=torch.int64, device=self._group.device))
         step = AttentionStep(self._cache, self._cache.prepare(message.batch), batch=message.batch)
         self._model.forward(inputs[0], inputs[1], step, inputs[2] if message.lengths else None)
 
@@ -115,11 +115,12 @@ def serve(connection: Connection) -> None:
     follower: RankWorker | None = None
     while True:
         try:
-            message = connection.recv()
+            received = connection.recv_bytes()
         except (EOFError, ConnectionError):
             return
         answer: Answer | None
         try:
+            message = decode(received)
             if isinstance(message, JoinGroup):
                 follower, answer = RankWorker(_join(message)), Done()
             else:

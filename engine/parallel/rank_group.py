@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ import torch
 
 from engine.errors import EngineError, EngineLost
 from engine.logs import get_logger
+from engine.parallel.encoding import encode
 from engine.parallel.loading import rank_device
 from engine.parallel.messages import Answer, Failed, JoinGroup, Message
 from engine.parallel.process_group import RankGroup
@@ -43,13 +45,17 @@ logger = get_logger(__name__)
 
 
 class Rank:
-    """Another rank's process, and the connection to it."""
+    """Another rank's process, and the connection to it. Sending fails after `timeout` seconds in which the rank reads
+    nothing."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, timeout: float) -> None:
         self.number = number
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):  # which they aren't where some library has set a timeout for all new sockets
             end.setblocking(True)
+        # Of the kernel, because a `Connection` writes without asking Python's sockets.
+        seconds, part = divmod(timeout, 1)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(part * 1e6)))
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "engine.parallel.rank", str(theirs.fileno())],
@@ -107,11 +113,12 @@ class RankGroupProcesses:
         self._ranks: list[Rank] = []
         self._end = weakref.finalize(self, _end_all, self._ranks, folder)
         try:
-            self._ranks += [Rank(number) for number in range(1, size)]
+            self._ranks += [Rank(number, timeout) for number in range(1, size)]
             for rank in self._ranks:
                 self.receive(rank)
             for rank in self._ranks:
-                rank.line.send(JoinGroup(rank.number, size, device.type, folder / "meeting", timeout, threads))
+                joining = JoinGroup(rank.number, size, device.type, folder / "meeting", timeout, threads)
+                rank.line.send_bytes(encode(joining))
             if threads is not None:
                 torch.set_num_threads(threads)
             self.group = RankGroup(0, size, rank_device(device.type, 0), folder / "meeting", timeout)
@@ -130,12 +137,15 @@ class RankGroupProcesses:
         return [rank.process.pid for rank in self._ranks]
 
     def send(self, message: Message) -> None:
-        """Send a command to all other ranks. Raises `EngineLost` when one has ended."""
+        """Send a command to all other ranks. Raises `EngineLost` when one has ended, or reads no commands."""
         if self._lost is not None:
             raise EngineLost(self._lost)
+        command = encode(message)
         try:
             for rank in self._ranks:
-                rank.line.send(message)
+                rank.line.send_bytes(command)
+        except BlockingIOError as error:
+            raise self._lose(TimeoutError(f"a rank has read no command for {self._timeout:g} seconds")) from error
         except OSError as error:
             raise self._lose(error) from error
 

@@ -29,6 +29,7 @@ from engine import (
 )
 from engine.errors import EngineError, EngineLost, OutOfMemory, UnsupportedModel
 from engine.parallel.leader import _left_by, _measured
+from engine.parallel.messages import ZeroBlocks
 from engine.parallel.rank_group import RankGroupProcesses
 from engine.runner.device_memory import MemoryUse
 from tests.engine.oracle import Setting, engine_answers, make_prompts, tokens_of
@@ -228,6 +229,30 @@ def test_copied_blocks_are_copied_on_both_ranks(
         answers.append([choice.token_ids.tolist() for one in done for choice in one.choices])
     assert answers[0] == answers[1]
     assert engines[1].stats().prompt == 30 + 2
+
+
+def test_no_step_is_pickled(
+    rank_group: RankGroupProcesses,
+    prompts: list[list[int]],
+    tiny_model: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor zeroed and copied blocks. The other ranks unpickle nothing either (`test_encoding`)."""
+    path = tiny_model("gemma3")
+    params = SamplingParams(max_tokens=8, temperature=0.0, n=2, ignore_eos=True)
+    requests = [Request("a", as_token_ids(prompts[0]), params)]
+    wanted = [choice.token_ids.tolist() for choice in next(iter(alone(path).run(requests))).choices]
+    engine = shared(path, rank_group)
+
+    def refuse(message: object) -> bytes:
+        raise AssertionError(f"{message} is pickled")
+
+    monkeypatch.setattr("engine.parallel.encoding.pickle.dumps", refuse)
+    monkeypatch.setattr("multiprocessing.connection._ForkingPickler.dumps", refuse)
+    got = [choice.token_ids.tolist() for choice in next(iter(engine.run(requests))).choices]
+    assert got == wanted
+    with pytest.raises(AssertionError, match=r"LoadShare.* is pickled"):
+        shared(path, rank_group)
 
 
 def test_drafted_tokens_do_not_change_answers(
@@ -545,6 +570,17 @@ def test_a_rank_that_hangs_ends_the_engine_when_its_time_is_over(tiny_model: Cal
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(EngineLost, match=r"the engine lost a rank: .*[Tt]im"):
         engine.step()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_reads_no_commands_does_not_stop_the_leader_for_ever() -> None:
+    """Steps ahead are sent before the results of the one before are waited for."""
+    rank_group = RankGroupProcesses(2, torch.device("cpu"), threads=2, timeout=8)
+    (pid,) = rank_group.pids
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EngineLost, match="a rank has read no command for 8 seconds"):
+        rank_group.send(ZeroBlocks(0, [0] * 1_000_000))
     assert not Path(f"/proc/{pid}").exists()
 
 
