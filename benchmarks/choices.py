@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--shared-tokens", type=int, default=0)
     parser.add_argument("--label-tokens", type=int, nargs="+", default=[1, 3, 8])
     parser.add_argument("--max-num-seqs", type=int, default=128)
-    parser.add_argument("--block-size", type=int, default=CacheConfig().block_size)
+    parser.add_argument("--block-size", type=int, default=CacheConfig().block_tokens)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

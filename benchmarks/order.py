@@ -159,7 +159,7 @@ def load(planned: PlannedJob, *, null: bool) -> LoadedModel:
         return model
     longest = describe_model(path).spec.max_position
     length = planned.config.cache.tokens_per_sequence or longest
-    schedule, size = planned.config.schedule, planned.config.cache.block_size
+    schedule, size = planned.config.schedule, planned.config.cache.block_tokens
     blocks = max(-(-longest // size), schedule.rows * length * 5 // (4 * size)) + 1
     return LoadedModel.without_weights(
         path, name="model", config=planned.config, num_blocks=blocks, digest=planned.pin.digest
@@ -234,7 +234,7 @@ def main() -> None:
         except SettingError as error:
             raise SystemExit(f"error: {error}") from error
     prompts = [prompt.token_ids for prompt in load_prompts(args.workload, args.model, args.limit)]
-    best = best_hits(prompts, planned.config.cache.block_size)
+    best = best_hits(prompts, planned.config.cache.block_tokens)
     pairs: list[dict[RunOrder, dict[str, Any]]] = []
     for i in range(args.pairs):
         pair: dict[RunOrder, dict[str, Any]] = {}

@@ -11,13 +11,17 @@ Quantize = Literal["none", "dense", "int8", "int8-weight-only", "int4", "fp8"]
 KVDType = Literal["auto", "int8", "fp8"]
 Speculate = Literal["off", "ngram", "draft", "eagle3", "auto"]
 
+BLOCK_TOKENS = 32
+"""Of a block of the KV cache, where neither the settings nor the attention backend say otherwise."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The paged KV cache.
 
     Attributes:
-        block_size: tokens a block holds.
+        block_size: tokens a block holds; None: those that the attention backend takes by default
+            (`engine.attention.choice.default_block_size`), set when an engine is loaded.
         memory_bytes: maximum bytes of all pools; None: `memory_fraction` of the machine's free memory after loading,
             and on CUDA the part of `gpu_memory_utilization` that weights and the largest step leave.
         gpu_memory_utilization: share of a CUDA device's memory that this process and all others on it may use; the
@@ -30,7 +34,7 @@ class CacheConfig:
         tier_bytes: maximum bytes of the blocks in it.
     """
 
-    block_size: int = 32
+    block_size: int | None = None
     memory_bytes: int | None = None
     memory_fraction: float = 0.5
     gpu_memory_utilization: float = 0.9
@@ -40,6 +44,11 @@ class CacheConfig:
     tokens_per_sequence: int | None = None
     tier_folder: str | None = None
     tier_bytes: int = 10_000_000_000
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens a block holds."""
+        return BLOCK_TOKENS if self.block_size is None else self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +136,8 @@ class EngineConfig:
         dtype: of weights, activations and KV; "auto": bfloat16 where the CPU multiplies it natively, else float32.
         max_model_len: maximum tokens of one sequence; None: the model's own limit.
         threads: for compute; None: torch's default.
-        attention: name of the backend (`engine.attention.backend_names`); "auto" picks the best one for the device.
+        attention: name of the backend (`engine.attention.backend_names`); "auto" picks the best one for the device, on
+            CUDA by measuring (`engine.attention.measured`).
         instruction_set: of the native CPU kernels ("avx2", "avx512", "avx512_bf16", "amx"); "auto": the best available.
         quantize: weights at load. "none": as in the checkpoint; quantized ones stay quantized where the device has a
             kernel for their form. "dense": dequantized to `dtype`. "int8": with activations quantized row by row

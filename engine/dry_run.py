@@ -51,7 +51,7 @@ class DryRun:
         self.scheduler = Scheduler(
             config.schedule,
             groups,
-            config.cache.block_size,
+            config.cache.block_tokens,
             spec.max_position if config.max_model_len is None else min(config.max_model_len, spec.max_position),
             prefix_caching=config.cache.prefix_caching,
             eos_token_ids=(),

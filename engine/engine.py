@@ -10,7 +10,14 @@ from pathlib import Path
 
 import torch
 
-from engine.attention import AttentionBackend, KVLayout, log_choice, make_backend, supports_fp8_cache
+from engine.attention import (
+    AttentionBackend,
+    KVLayout,
+    choose_attention,
+    log_choice,
+    make_backend,
+    supports_fp8_cache,
+)
 from engine.cache.block_tier import TierStats
 from engine.config import EngineConfig, KVDType, SpeculationConfig
 from engine.errors import EngineError, RequestRefused
@@ -34,12 +41,12 @@ from engine.runner.async_loop import StepLoop, make_health_check
 from engine.runner.block_transfer import BlockTransfer
 from engine.runner.collect import CompletionCollector
 from engine.runner.device_memory import cache_budget, choose_for_device, make_memory_release, measure
-from engine.runner.graphs import make_graphs
+from engine.runner.graphs import make_graphs, may_capture
 from engine.runner.memory import plan_cache
 from engine.runner.null_runner import NullRunner
 from engine.runner.runner import AheadRunner, ModelRunner, StateReader, StepRunner
 from engine.runner.second_tier import SecondTier, check_second_tier, open_second_tier
-from engine.runner.step_size import fit_step_size
+from engine.runner.step_size import LAUNCH_SECONDS, fit_step_size
 from engine.runner.warm_up import compile_launches
 from engine.sampling.rows import check_params
 from engine.scheduler.latency import ClassStats, LatencyCounts
@@ -218,7 +225,7 @@ class Engine:
         self.scheduler = Scheduler(
             config.schedule,
             groups,
-            config.cache.block_size,
+            config.cache.block_tokens,
             max_model_len,
             prefix_caching=config.cache.prefix_caching,
             eos_token_ids=spec.eos_token_ids,
@@ -290,6 +297,13 @@ class Engine:
         head = load_eagle(config.speculation, model, limit, device)
         drafter = draft or head
 
+        chosen = choose_attention(
+            config.attention, spec, dtype, device, config.cache.block_size, fp8=kv_dtype == "fp8",
+            requires_graphs=config.cuda_graphs is True,
+            launch_seconds=LAUNCH_SECONDS if may_capture(config, model, device) else 0.0,
+        )  # fmt: skip
+        config = replace(config, cache=replace(config.cache, block_size=chosen.block_size))
+
         def plan(config: EngineConfig) -> tuple[CacheGroup, ...]:
             cache = config.cache
             if device.type == "cuda" and cache.memory_bytes is None and cache.num_blocks is None:
@@ -326,9 +340,12 @@ class Engine:
                 states=states, blocks=None if second_tier is None else second_tier.blocks,
             )  # fmt: skip
 
-        block_size = config.cache.block_size
+        block_size = config.cache.block_tokens
         attending = tuple(group for group in groups if group.snapshot_blocks is None)
-        attention = attend(KVLayout.of(spec, attending, block_size))
+        attention = make_backend(
+            chosen.name, KVLayout.of(spec, attending, block_size), dtype, device, native, kv_kind,
+            fp8=kv_dtype == "fp8", found=chosen.found,
+        )  # fmt: skip
         log_choice(attention, device)
         make_proposer: Callable[[RowState], Proposer] | None = None
         if draft is not None:
@@ -394,7 +411,7 @@ class Engine:
         tier: where steps cost nothing, neither saves anything."""
         config = replace(config, speculation=SpeculationConfig())
         groups = (CacheGroup(tuple(range(spec.num_layers)), None, num_blocks),)
-        limit = min(config.max_model_len or spec.max_position, (num_blocks - 1) * config.cache.block_size)
+        limit = min(config.max_model_len or spec.max_position, (num_blocks - 1) * config.cache.block_tokens)
         return cls(config, spec, groups, limit, lambda s: make_runner(s.rows, spec.vocab_size), clock)
 
     def add(self, request: Request) -> None:

@@ -133,7 +133,7 @@ def engine_for(context: Context, model: str, variant: Variant, wanted: Iterable[
 def rows_that_fit(engine: Engine, cell: Cell) -> int:
     """Rows of the cell that the cache of the layers without a window holds at once, in the mean of their lives and with
     half of their last blocks empty."""
-    size = engine.config.cache.block_size
+    size = engine.config.cache.block_tokens
     each = min(cell.mean_tokens / size + 0.5, -(-(cell.isl + cell.osl) // size))
     blocks = min(group.num_blocks for group in engine.scheduler.groups if group.window is None)
     return int(_FULL * (blocks - 1) / each)  # block 0 is no sequence's

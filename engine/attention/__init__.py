@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from engine.attention.base import AttentionBackend, AttentionBatch, AttentionStep, KVLayout
-from engine.attention.choice import backend_names, log_choice, make_backend, supports_fp8_cache
+from engine.attention.choice import (
+    AttentionChoice,
+    backend_names,
+    choose_attention,
+    default_block_size,
+    log_choice,
+    make_backend,
+    supports_fp8_cache,
+)
 
 __all__ = [
     "AttentionBackend",
     "AttentionBatch",
+    "AttentionChoice",
     "AttentionStep",
     "KVLayout",
     "backend_names",
+    "choose_attention",
+    "default_block_size",
     "supports_fp8_cache",
     "make_backend",
     "log_choice",

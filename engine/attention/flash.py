@@ -2,11 +2,14 @@
 
 All take a flat batch of queries and pages of keys and differ in names and requirements, which the adapters cover.
 Queries are aligned to the end of their sequences (causal from the lower right), so that chunks and decoding tokens are
-one call. No adapter has run on a GPU yet: they are tested with functions of the same signatures.
+one call. No adapter has run on a GPU yet: they are tested with functions of the same signatures, as the libraries'
+sources have them.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -121,6 +124,8 @@ def _imported(name: str) -> Found | None:
         return import_module(name), name
     except (ImportError, OSError, RuntimeError):  # a parent is missing, or its libraries are for another torch
         return None
+    except ValueError:  # an empty module stands there, as vLLM's of flash_attn
+        return None
 
 
 def find_flash3(download: bool) -> Found | None:
@@ -155,6 +160,14 @@ def find_torch_varlen(download: bool) -> Found | None:
     """torch's own, from the version that supports pages (2.12)."""
     found = _imported("torch.nn.attention.varlen")
     return found if found is not None and "block_table" in signature(found[0].varlen_attn).parameters else None
+
+
+def version_of(found: Found) -> str:
+    """Return a text that changes with a library's build."""
+    module, origin = found
+    root = sys.modules.get(module.__name__.partition(".")[0], module)
+    file = getattr(module, "__file__", None)
+    return f"{origin} {getattr(root, '__version__', '')} {0 if file is None else os.stat(file).st_mtime_ns}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend, AttentionBatch, AttentionStep, KVLayout, make_backend
+from engine.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionStep,
+    KVLayout,
+    default_block_size,
+    make_backend,
+)
 from engine.attention.native import NativeAttention
 from engine.config import CacheConfig, EngineConfig
 from engine.errors import EngineError, EngineLost, OutOfMemory
@@ -252,6 +259,8 @@ def load_parallel(
 def _load(path: Path, config: EngineConfig, dtype: torch.dtype, rank_group: RankGroupProcesses) -> ParallelModel:
     own, loaded = _load_shares(path, config, dtype, rank_group)
     spec = own.spec
+    block_size = config.cache.block_size or default_block_size(config.attention)
+    config = replace(config, cache=replace(config.cache, block_size=block_size))
     limit, device = spec.context(config.max_model_len), rank_group.group.device
     available = [one.available for one in loaded]
 
@@ -268,9 +277,9 @@ def _load(path: Path, config: EngineConfig, dtype: torch.dtype, rank_group: Rank
         config, groups = fit_step_size(config, size, plan)
     else:
         groups = plan(config)
-    rank_group.send(MakeCache(groups, config.cache.block_size, config.attention))
+    rank_group.send(MakeCache(groups, block_size, config.attention))
     try:
-        layout = KVLayout.of(spec, groups, config.cache.block_size)
+        layout = KVLayout.of(spec, groups, block_size)
         attention = make_backend(config.attention, layout, dtype, device)
     finally:
         answers = rank_group.receive_all()

@@ -192,6 +192,12 @@ class Graphs:
         return _Recorded(prepared, recorder.record(run))
 
 
+def may_capture(config: EngineConfig, model: CausalModel, device: torch.device) -> bool:
+    """Whether the settings, the device and the model allow graphs, where attention does."""
+    wanted = device.type == "cuda" if config.cuda_graphs is None else config.cuda_graphs
+    return wanted and bool(getattr(model, "recordable", False))
+
+
 def make_graphs(
     config: EngineConfig, model: CausalModel, attention: AttentionBackend, table_width: int, device: torch.device
 ) -> Graphs | None:

@@ -118,20 +118,22 @@ def plan_cache(
     needs = []
     for window, layers in spec.window_layers.items():
         group = CacheGroup(layers, window, 0)
-        size = block_bytes(spec, group, cache.block_size, kv_dtype, native=native)
+        size = block_bytes(spec, group, cache.block_tokens, kv_dtype, native=native)
         if draft is not None and window is None:
             drafts = (layer for layers in draft.window_layers.values() for layer in layers)
-            size += sum(layer_token_bytes(draft, layer, kv_dtype, native=native) for layer in drafts) * cache.block_size
+            size += (
+                sum(layer_token_bytes(draft, layer, kv_dtype, native=native) for layer in drafts) * cache.block_tokens
+            )
 
         def blocks(tokens: int, window: int | None = window) -> int:
             # A window's blocks: the window of its first query, the chunk, and one for the unaligned edges.
-            held = tokens if window is None else min(tokens, window + chunk + cache.block_size)
-            return -(-held // cache.block_size)
+            held = tokens if window is None else min(tokens, window + chunk + cache.block_tokens)
+            return -(-held // cache.block_tokens)
 
         needs.append(_GroupNeed(group, size, blocks(typical), blocks(max_model_len)))
     if spec.state_layers:
         keys = sum(need.block_bytes for need in needs)
-        needs.append(_states_need(spec, keys, chunk, cache.block_size))
+        needs.append(_states_need(spec, keys, chunk, cache.block_tokens))
     if cache.num_blocks is not None:
         widest = max(need.typical for need in needs)
         counts = [max(need.longest, -(-cache.num_blocks * need.typical // widest)) for need in needs]

@@ -78,7 +78,7 @@ def open_second_tier(config: EngineConfig, computed: tuple[object, ...], blocks:
     cache = config.cache
     assert cache.tier_folder is not None
     versions = [_version(name) for name in ("tokenmill", "torch", "transformers")]  # others may compute differently
-    settings = (config.own_models, config.quantize, config.kv_dtype, cache.block_size)
+    settings = (config.own_models, config.quantize, config.kv_dtype, cache.block_tokens)
     identity = repr((versions, settings, computed, blocks.layout))
     return SecondTier(FolderTier(Path(cache.tier_folder), identity, cache.tier_bytes), blocks)
 

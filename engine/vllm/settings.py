@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from engine.config import CacheConfig, EngineConfig
+from engine.config import EngineConfig
 from engine.errors import ModelNotFound, UnsupportedModel
 from engine.vllm.process import prepare_process
 
@@ -146,7 +146,7 @@ def engine_arguments(
     }
     given = {
         "kv_cache_dtype": config.kv_dtype if config.kv_dtype != "auto" else None,
-        "block_size": cache.block_size if cache.block_size != CacheConfig().block_size else None,
+        "block_size": cache.block_size,
         "async_scheduling": config.async_scheduling,
         "enable_expert_parallel": config.expert_parallel or None,
     }

@@ -269,8 +269,10 @@ class Settings(BaseSettings):
         vllm: vLLM as an engine.
         instruction_set: of the native CPU kernels; "auto": the best of the processor.
         gpu: the engine on a CUDA device.
-        attention: the attention kernels; "auto": the best that device, model and installed packages allow.
-        kv_block_size: tokens of a block of the KV cache; flash2 and torch-varlen take multiples of 256 only.
+        attention: the attention kernels; "auto": the best that device, model and installed packages allow; on a GPU the
+            fastest, as measured at the start.
+        kv_block_size: tokens of a block of the KV cache; flash2 and torch-varlen take multiples of 256 only. None: 32,
+            or 256 with these.
         max_model_len: most tokens of a prompt and its answer together; none: the model's own limit. Phi's LongRoPE uses
             its short factors only where this is at most the original context.
         generation_config: whether a model's own sampling defaults (generation_config.json) apply, where a command sets
@@ -302,7 +304,7 @@ class Settings(BaseSettings):
     instruction_set: InstructionSet = "auto"
     gpu: GpuOptions = GpuOptions()
     attention: Attention = "auto"
-    kv_block_size: int = Field(default=32, ge=1, le=1024)
+    kv_block_size: int | None = Field(default=None, ge=1, le=1024)
     max_model_len: int | None = Field(default=None, ge=1)
     generation_config: GenerationConfig = "auto"
     speculate: Annotated[str, AfterValidator(check_speculate)] = "auto"

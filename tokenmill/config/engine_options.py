@@ -47,7 +47,7 @@ class EngineOptions:
     kv_dtype: KVDType = "auto"
     instruction_set: str = "auto"
     attention: str = "auto"
-    kv_block_size: int = CacheConfig().block_size
+    kv_block_size: int | None = None  # as in CacheConfig
     max_model_len: int | None = None
     speculate: str = "off"  # or ngram, auto, draft:PATH, eagle3:PATH
     gpu: GpuOptions = field(default_factory=GpuOptions)

@@ -187,7 +187,7 @@ def cases(engine: Engine, batches: Sequence[int]) -> list[Case]:
 
 def _steps(engine: Engine, case: Case) -> NDArray[np.float64]:
     """The work of a case's steps, by a dry run."""
-    blocks = case.rows * (-(-(case.prompt + case.answer) // engine.config.cache.block_size) + 1) + 1
+    blocks = case.rows * (-(-(case.prompt + case.answer) // engine.config.cache.block_tokens) + 1) + 1
     groups = tuple(CacheGroup(layers, window, blocks) for window, layers in engine.spec.window_layers.items())
     dry_run = DryRun(engine.config, engine.spec, groups)
     _fill(dry_run, _prompts(engine.spec.vocab_size, case.rows, case.prompt, 0), case.answer)
@@ -202,7 +202,7 @@ def _steps(engine: Engine, case: Case) -> NDArray[np.float64]:
 
 def scheduler(steps: int = 200) -> Measurement:
     """Measure the engine's overhead per step: the same loop with a model that answers at once."""
-    block_size = CacheConfig().block_size
+    block_size = CacheConfig().block_tokens
     config = EngineConfig(schedule=ScheduleConfig(max_num_seqs=SCHEDULER_ROWS, max_num_batched_tokens=8192))
     length = DECODE_PROMPT_TOKENS + steps + 1
     blocks = SCHEDULER_ROWS * (-(-length // block_size) + 1) + 1
@@ -248,7 +248,7 @@ def _without_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) ->
     """A loaded model that answers at once, behind the real tokenizer."""
     config = plan.engine.config()
     length = (tokens_per_sequence(segments) or 1) * 2
-    blocks = config.schedule.rows * length // config.cache.block_size
+    blocks = config.schedule.rows * length // config.cache.block_tokens
     return LoadedModel.without_weights(
         Path(pin.source), name=pin.name, config=config, num_blocks=blocks, digest=pin.digest
     )

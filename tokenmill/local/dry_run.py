@@ -55,7 +55,7 @@ def cache_bytes(engine: Engine) -> int:
     share = config.cache.gpu_memory_utilization if device.type == "cuda" else config.cache.memory_fraction
     native = engine.attention_name.startswith("native")
     held = sum(
-        (group.num_blocks - 1) * block_bytes(spec, group, config.cache.block_size, config.kv_dtype, native=native)
+        (group.num_blocks - 1) * block_bytes(spec, group, config.cache.block_tokens, config.kv_dtype, native=native)
         for group in engine.scheduler.groups
     )
     return int(share * (available_bytes(device) + held))
@@ -96,7 +96,7 @@ def dry_run(job: Job, tables: list[pa.Table], path: Path, config: EngineConfig) 
     config = sized(config, spec, path)
     groups = cache_groups(spec, config, min(config.max_model_len or spec.max_position, spec.max_position))
     stand_in = replace(config, dtype=pin.dtype)
-    enough = -(-spec.max_position // config.cache.block_size) + 1  # it computes nothing
+    enough = -(-spec.max_position // config.cache.block_tokens) + 1  # it computes nothing
     model = LoadedModel.without_weights(path, name=pin.name, config=stand_in, num_blocks=enough, digest=None)
     embedding = embedding_settings(path)
     if embedding is not None:

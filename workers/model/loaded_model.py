@@ -414,7 +414,7 @@ def engine_facts(engine: Engine | EncoderEngine) -> dict[str, Fact]:
         "tensor_parallel": config.tensor_parallel,
         "expert_parallel": config.expert_parallel,
         "attention": engine.attention_name,
-        "block_size": config.cache.block_size,
+        "block_size": config.cache.block_tokens,
         "prefix_caching": config.cache.prefix_caching,
         "kv_cache_dir": config.cache.tier_folder,
         "max_model_len": engine.max_model_len,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import replace
+import sys
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import KVLayout, make_backend
+from engine.attention import AttentionBatch, KVLayout, make_backend
 from engine.attention import choice as choosing
 from engine.attention.flash import LIBRARIES, FlashAttention, find_flash2, find_flash3, find_torch_varlen
 from engine.errors import EngineError
@@ -105,6 +106,82 @@ def module(**functions: Any) -> ModuleType:
     return made
 
 
+@dataclass(frozen=True)
+class Signature:
+    """A function's parameters in a library's own source.
+
+    Attributes:
+        source: repository, version or commit, and file.
+        required: names of positional parameters.  optional: names of those with defaults, which follow.
+    """
+
+    source: str
+    required: str
+    optional: str
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Values by the names of the parameters. Raises TypeError as the function would."""
+        names = [(name, inspect.Parameter.empty) for name in self.required.split()]
+        names += [(name, None) for name in self.optional.split()]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        made = inspect.Signature([inspect.Parameter(name, kind, default=default) for name, default in names])
+        return dict(made.bind(*args, **kwargs).arguments)
+
+
+_KV_CACHE = "q k_cache v_cache"
+_PAGED = "q k v max_seqlen_q cu_seqlens_q max_seqlen_k"
+_VARLEN = "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+SIGNATURES = {
+    "flash3": [
+        Signature(
+            "Dao-AILab/flash-attention v2.7.4.post1 hopper/flash_attn_interface.py", _KV_CACHE,
+            "k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad page_table cu_seqlens_q "
+            "cu_seqlens_k_new max_seqlen_q q_descale k_descale v_descale softmax_scale causal window_size "
+            "sink_token_length softcap rotary_interleaved num_splits pack_gqa sm_margin return_softmax_lse",
+        ),
+        Signature(
+            "Dao-AILab/flash-attention v2.8.0 to 0251105a (August 2026) hopper/flash_attn_interface.py", _KV_CACHE,
+            "k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad page_table cu_seqlens_q "
+            "cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale k_descale v_descale softmax_scale causal "
+            "window_size attention_chunk softcap rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin "
+            "return_softmax_lse",
+        ),
+    ],
+    "flash3 of vLLM": [
+        Signature(
+            "vllm-project/flash-attention b99f8c82 (August 2025) vllm_flash_attn/flash_attn_interface.py", _PAGED,
+            "cu_seqlens_k seqused_k q_v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic "
+            "return_attn_probs block_table return_softmax_lse out scheduler_metadata q_descale k_descale v_descale "
+            "num_splits fa_version s_aux",
+        ),
+        Signature(
+            "vllm-project/flash-attention 188be165 (December 2025) vllm_flash_attn/flash_attn_interface.py", _PAGED,
+            "cu_seqlens_k seqused_k q_v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic "
+            "return_attn_probs block_table return_softmax_lse out scheduler_metadata q_descale k_descale v_descale "
+            "num_splits fa_version s_aux cp_world_size cp_rank cp_tot_seqused_k",
+        ),
+        Signature(
+            "vllm-project/vllm 01420e05 vllm/vllm_flash_attn/flash_attn_interface.py", _PAGED,
+            "cu_seqlens_k seqused_k q_v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic "
+            "return_attn_probs block_table return_softmax_lse out scheduler_metadata q_descale k_descale v_descale "
+            "num_splits output_scale fa_version s_aux cp_world_size cp_rank cp_tot_seqused_k mask_mod "
+            "block_sparse_tensors aux_tensors aux_tensor_leading_dims dynamic_causal",
+        ),
+    ],
+    "flash2": [
+        Signature(
+            "Dao-AILab/flash-attention v2.5.9.post1 flash_attn/flash_attn_interface.py", _VARLEN,
+            "dropout_p softmax_scale causal window_size alibi_slopes deterministic return_attn_probs block_table",
+        ),
+        Signature(
+            "Dao-AILab/flash-attention v2.6.3 to v2.8.3.post1 flash_attn/flash_attn_interface.py", _VARLEN,
+            "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs "
+            "block_table",
+        ),
+    ],
+}  # fmt: skip
+"""Of the functions that the adapters call, by their stand-ins. (Torch's own function is read where it is installed.)"""
+
 STAND_INS = {
     "flash3": ("flash3", module(flash_attn_with_kvcache=flash_attn_with_kvcache)),
     "flash3 of vLLM": (
@@ -139,6 +216,50 @@ def test_adapters_agree_with_the_oracle(which: str, window: int | None) -> None:
                 store(fast.layer_cache(layer, mine), k, v)
                 got = fast.attend(layer, q, None, None, 0.3, mine)
             torch.testing.assert_close(got, oracle.attend(layer, q, k, v, 0.3, theirs), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("which", "signature"), [(name, each) for name, of in SIGNATURES.items() for each in of])
+def test_adapters_call_functions_as_the_libraries_define_them(which: str, signature: Signature) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def take(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(signature.bind(args, kwargs))
+        return torch.empty(0)
+
+    name, stand_in = STAND_INS[which]
+    functions = {key: take if key.startswith("flash_attn") else value for key, value in vars(stand_in).items()}
+    layout = KVLayout((CacheGroup((0,), 300, 4),), 256, 2, 16, 6)
+    fast = FlashAttention(LIBRARIES[name], (module(**functions), "here"), layout, torch.float32, torch.device("cpu"))
+    batch = AttentionBatch(
+        np.array([7, 2], np.int32), np.array([1, 3], np.int32), 1, (np.array([[2], [1]], np.int32),),
+        (np.array([519, 258, 259, 260]),),
+    )  # fmt: skip
+    q, k, v = torch.randn(4, 10, 16).split([6, 2, 2], dim=1)
+    fast.attend(0, q, k, v, 0.3, fast.prepare(batch))
+    (call,) = calls
+    keys, values = (stored[0].view(4, 256, 2, 16) for stored in (fast.storage.keys, fast.storage.values))
+    expected = {
+        "q": q, "k": keys, "v": values, "k_cache": keys, "v_cache": values, "softmax_scale": 0.3, "causal": True,
+        "window_size": (299, 0), "cu_seqlens_q": [0, 1, 4], "cu_seqlens_k": [0, 8, 13], "cache_seqlens": [8, 5],
+        "seqused_k": [8, 5], "max_seqlen_q": 3, "max_seqlen_k": 8, "page_table": [[2], [1]],
+        "block_table": [[2], [1]], "fa_version": 3,
+    }  # fmt: skip
+    needed = {"flash3": {"page_table", "cache_seqlens"}, "flash2": {"block_table", "cu_seqlens_k"}}
+    assert call.keys() >= {"softmax_scale", "causal", "window_size", "cu_seqlens_q", "max_seqlen_q"}
+    assert call.keys() >= needed.get(which, {"block_table", "seqused_k", "fa_version"})
+    for parameter, value in call.items():
+        found, want = value, expected[parameter]
+        if isinstance(found, Tensor):
+            assert torch.equal(found, want if isinstance(want, Tensor) else torch.tensor(want, dtype=torch.int32))
+        else:
+            assert (tuple(found) if isinstance(found, list) else found) == want
+
+
+@pytest.mark.parametrize("which", list(SIGNATURES))
+def test_stand_ins_have_parameters_of_the_libraries(which: str) -> None:
+    (function,) = (value for key, value in vars(STAND_INS[which][1]).items() if key.startswith("flash_attn"))
+    names = list(inspect.signature(function).parameters)
+    assert names in [[*each.required.split(), *each.optional.split()] for each in SIGNATURES[which]]
 
 
 def test_torchs_own_function_has_the_signature_it_is_called_with() -> None:
@@ -194,8 +315,9 @@ def test_a_library_that_is_missing_is_named_with_its_package(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("installed", "block_size", "fp8", "chosen"),
     [
-        (("triton", "flash3", "flash2"), 32, False, "flash3"),
+        (("triton", "flash3", "flash2"), 32, False, "triton"),
         (("triton", "flash3", "flash2"), 32, True, "triton"),
+        (("flash3", "flash2"), 256, False, "flash3"),
         (("triton", "flash2", "torch-varlen"), 256, False, "triton"),
         (("flash2", "torch-varlen"), 256, False, "flash2"),
         (("torch-varlen",), 256, False, "torch-varlen"),
@@ -203,7 +325,7 @@ def test_a_library_that_is_missing_is_named_with_its_package(monkeypatch: pytest
         ((), 256, False, "paged-sdpa"),
     ],
 )
-def test_the_best_installed_backend_is_chosen(
+def test_without_measuring_the_first_installed_backend_that_fits_is_chosen(
     installed: tuple[str, ...], block_size: int, fp8: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -213,7 +335,7 @@ def test_the_best_installed_backend_is_chosen(
         for name, library in LIBRARIES.items()
     }
     monkeypatch.setattr(choosing, "LIBRARIES", there)
-    name, found = choosing._best(replace(LAYOUT, block_size=block_size), torch.bfloat16, CUDA, fp8)
+    name, found = choosing._preferred(replace(LAYOUT, block_size=block_size), torch.bfloat16, CUDA, fp8)
     assert name == chosen
     assert (found is not None) == (chosen in LIBRARIES)
 
@@ -236,6 +358,12 @@ def test_flash3_is_searched_in_its_packages_in_order(monkeypatch: pytest.MonkeyP
     assert find_flash3(True) == (vllm, "vllm.vllm_flash_attn")
     packages["vllm.vllm_flash_attn"] = module(is_fa_version_supported=lambda version: version == 2)
     assert find_flash3(False) is None
+
+
+def test_an_empty_module_in_the_place_of_a_package_is_not_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM puts one in the place of flash_attn when its own FlashAttention is imported."""
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    assert find_flash2(False) is None
 
 
 def test_a_package_that_can_not_be_imported_here_is_not_found(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

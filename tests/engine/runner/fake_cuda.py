@@ -191,6 +191,10 @@ class _Event:
     def synchronize(self) -> None:
         self._device.finish_copies()
 
+    def elapsed_time(self, end: _Event) -> float:
+        """Milliseconds, always one: the host's time says nothing about a device."""
+        return 1.0
+
 
 class _Stream:
     """A class, as torch's own: libraries that are imported meanwhile name it in annotations."""
@@ -285,7 +289,9 @@ def fake_cuda(
     """
     _guard_devices()
     device, total = FakeCuda(), 80 << 30
-    properties = SimpleNamespace(multi_processor_count=4, shared_memory_per_block_optin=227 << 10, uuid="f")
+    properties = SimpleNamespace(
+        multi_processor_count=4, shared_memory_per_block_optin=227 << 10, uuid="f", name="Fake"
+    )
     answers: dict[str, Any] = {
         "is_available": lambda: True, "current_device": lambda: 0, "device_count": lambda: 1,
         "_lazy_init": lambda: None, "get_device_capability": lambda device=None: capability,
@@ -293,7 +299,7 @@ def fake_cuda(
         "empty_cache": lambda: None, "mem_get_info": lambda device=None: (total - (1 << 30), total),
         "memory_reserved": lambda device=None: 0, "reset_peak_memory_stats": lambda device=None: None,
         "max_memory_allocated": lambda device=None: 1 << 30, "current_stream": lambda device=None: _Stream(),
-        "Stream": _Stream, "Event": lambda **_: _Event(device),
+        "_sleep": lambda cycles: None, "Stream": _Stream, "Event": lambda **_: _Event(device),
         "stream": lambda stream: ExitStack(), "device": lambda device: ExitStack(),
     }  # fmt: skip
     with ExitStack() as patches:
