@@ -378,24 +378,20 @@ class Engine:
         rank_group: RankGroupProcesses | None,
     ) -> Engine:
         """Load a model that several devices share, as `load`."""
-        for wanted in ("async_scheduling", "cuda_graphs"):
-            if getattr(config, wanted):
-                raise EngineError(f"{wanted} is not available with tensor_parallel yet; leave it out")
         loaded = load_parallel(path, config, dtype, device, rank_group)
         # As on a CPU without native kernels: shared caches have the dtype of the model.
         _cache_dtype(config, config_kv_dtype(path), native=False, device=torch.device("cpu"))
-        config, model = loaded.config, loaded.model
-
-        def compute(scheduler: Scheduler) -> StepRunner:
-            runner = ModelRunner(
-                model, loaded.attention, scheduler.rows, max_num_seqs=config.schedule.rows, device=loaded.device
-            )
-            return LeaderRunner(runner, loaded.rank_group)
-
-        # No device is passed: ranks compute each step when they receive it, and no step is retried.
-        return cls(
-            config, model.spec, loaded.groups, loaded.limit, compute, attention_name=loaded.attention.name, routed=model
-        )
+        model = loaded.model
+        try:
+            return cls(
+                loaded.config, model.spec, loaded.groups, loaded.limit,
+                lambda scheduler: loaded.make_runner(scheduler.rows), attention_name=loaded.attention.name,
+                device=loaded.device, routed=model,
+            )  # fmt: skip
+        except BaseException:
+            if rank_group is None:
+                loaded.rank_group.close()
+            raise
 
     @classmethod
     def without_model(

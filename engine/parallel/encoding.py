@@ -85,10 +85,11 @@ def _encode_forward(message: Forward) -> bytes:
     batch = message.batch
     width = batch.block_tables[0].shape[1]
     assert all(table.shape[1] == width for table in batch.block_tables), "tables of a step are equally wide"
-    wanted = batch.wanted
+    wanted, graph = batch.wanted, message.graph
     header = _numbers(
-        _Kind.FORWARD, message.lengths, len(batch.starts), len(batch.slot_mapping[0]), batch.num_decodes,
-        len(batch.block_tables), width, _NONE if wanted is None else len(wanted),
+        _Kind.FORWARD, message.lengths, _NONE if graph is None else graph, len(batch.starts),
+        len(batch.slot_mapping[0]), batch.num_decodes, len(batch.block_tables), width,
+        _NONE if wanted is None else len(wanted),
     )  # fmt: skip
     arrays: list[NDArray[Any]] = [*batch.slot_mapping, batch.starts, batch.counts, *batch.block_tables]
     if wanted is not None:
@@ -97,11 +98,11 @@ def _encode_forward(message: Forward) -> bytes:
 
 
 def _decode_forward(fields: _Fields) -> Forward:
-    lengths, sequences, tokens, num_decodes, groups, width, num_wanted = fields.take(np.int64, 7).tolist()
-    if lengths not in (0, 1) or min(tokens, groups) < 1 or not 0 <= num_decodes <= sequences:
+    lengths, graph, sequences, tokens, num_decodes, groups, width, num_wanted = fields.take(np.int64, 8).tolist()
+    if lengths not in (0, 1) or graph < _NONE or min(tokens, groups) < 1 or not 0 <= num_decodes <= sequences:
         raise EngineError(
             f"a command of the leader is damaged: a step of {tokens} tokens, {num_decodes} of {sequences} sequences "
-            f"decoding, in {groups} cache groups"
+            f"decoding, in {groups} cache groups, by graph {graph}"
         )
     slots = tuple(fields.take(np.int64, tokens) for _ in range(groups))
     starts, counts = fields.take(np.int32, sequences), fields.take(np.int32, sequences)
@@ -110,7 +111,8 @@ def _decode_forward(fields: _Fields) -> Forward:
     fields.end()
     if (found := int(counts.sum())) != tokens:
         raise EngineError(f"a command of the leader is damaged: a step of {tokens} tokens has sequences of {found}")
-    return Forward(AttentionBatch(starts, counts, num_decodes, tables, slots, wanted), lengths=bool(lengths))
+    batch = AttentionBatch(starts, counts, num_decodes, tables, slots, wanted)
+    return Forward(batch, bool(lengths), None if graph == _NONE else graph)
 
 
 def _numbers(*numbers: int) -> bytes:

@@ -6,8 +6,10 @@ above are independent of ranks: one scheduler decides, and one sampler draws.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +37,26 @@ from engine.parallel.loading import load_share, resident_bytes
 from engine.parallel.messages import (
     Answer,
     CopyBlocks,
+    DropGraphs,
     Failed,
     Forward,
     Loaded,
     LoadShare,
     Logits,
     MakeCache,
+    MakeGraphs,
     Measure,
     MeasuredMemory,
+    RecordGraph,
     ZeroBlocks,
 )
 from engine.parallel.rank_group import RankGroupProcesses
-from engine.plan import BlockCopy, CacheGroup, StepOutput, StepPlan
+from engine.plan import BlockCopy, CacheGroup, RowState, StepOutput, StepPlan
+from engine.runner.buckets import GraphBuckets, GraphShape
 from engine.runner.device_memory import MemoryUse, cache_budget, choose_for_device, measure
+from engine.runner.graphs import Graphs, Recorder, make_graphs
 from engine.runner.memory import available_bytes, plan_cache
-from engine.runner.runner import StepRunner
+from engine.runner.runner import ModelRunner, SubmittedStep
 from engine.runner.step_size import fit_step_size
 
 logger = get_logger(__name__)
@@ -107,6 +114,7 @@ class LeaderModel:
     """A `CausalModel` that all ranks compute.
 
     Attributes:
+        own: the leader's part.
         resident: bytes of memory that loading took on each rank, without mapped files.
     """
 
@@ -114,7 +122,7 @@ class LeaderModel:
         self, model: RankDecoder, rank_group: RankGroupProcesses, spec: ModelSpec, resident: list[int]
     ) -> None:
         self.resident = resident
-        self._model = model
+        self.own = model
         self._rank_group = rank_group
         self._spec = spec
 
@@ -127,19 +135,19 @@ class LeaderModel:
         """See `CausalModel.forward`."""
         assert isinstance(attend, AttentionStep), "ranks attend by steps"
         assert isinstance(attend.prepared, LeaderStep), "the leader's attention has prepared the step"
-        inputs = torch.stack((input_ids, positions) if rope_lengths is None else (input_ids, positions, rope_lengths))
+        inputs = (input_ids, positions) if rope_lengths is None else (input_ids, positions, rope_lengths)
         with self._rank_group.collective():
             self._rank_group.send(Forward(attend.prepared.batch, rope_lengths is not None))
-            self._rank_group.group.broadcast(inputs)
-            return self._model.forward(input_ids, positions, attend, rope_lengths)
+            self._rank_group.group.broadcast(torch.stack(inputs))
+            return self.own.forward(input_ids, positions, attend, rope_lengths)
 
     def expert_load(self) -> ExpertLoad | None:
         """See `RoutedModel.expert_load`."""
-        return self._model.expert_load()
+        return self.own.expert_load()
 
     def reset_expert_load(self) -> None:
         """See `RoutedModel.reset_expert_load`: the leader's counts are of all ranks' experts."""
-        self._model.reset_expert_load()
+        self.own.reset_expert_load()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalModel.logits`."""
@@ -148,19 +156,103 @@ class LeaderModel:
         hidden = hidden.contiguous()
         with self._rank_group.collective():
             self._rank_group.send(Logits(len(hidden)))
-            return self._model.logits(self._rank_group.group.broadcast(hidden))
+            return self.own.logits(self._rank_group.group.broadcast(hidden))
+
+
+class LeaderGraphs(Graphs):
+    """Graphs that all ranks have: each of its own part of the model, with the sums over the ranks.
+
+    The leader chooses the graph of each step, so that all ranks pad it to the same size. Where one rank has no graphs,
+    none has.
+
+    Raises:
+        EngineError: a rank has no graphs; the others have released theirs.
+        EngineLost: a rank failed while the others computed with it.
+    """
+
+    def __init__(
+        self,
+        rank_group: RankGroupProcesses,
+        model: RankDecoder,
+        attention: AttentionBackend,
+        buckets: GraphBuckets,
+        table_width: int,
+        recorder: Recorder,
+        device: torch.device,
+    ) -> None:
+        self._rank_group = rank_group
+        rank_group.send(MakeGraphs(buckets, table_width))
+        with self._all_or_none():
+            try:
+                super().__init__(model, attention, buckets, table_width, recorder, device)
+            finally:
+                answers = rank_group.receive_all()
+            _check(answers)
+        self._numbers = {shape: number for number, shape in enumerate(self.shapes)}
+
+    def record(self, shape: GraphShape) -> None:
+        """See `Graphs.record`."""
+        failure: EngineError | None = None
+        with self._all_or_none():
+            with self._rank_group.collective():
+                self._rank_group.send(RecordGraph(self._numbers[shape]))
+                try:
+                    super().record(shape)
+                except EngineError as error:
+                    if not self.has_computed:  # so the other ranks wait for the leader's part
+                        raise
+                    failure = error
+            answers = self._rank_group.receive_all()
+            if failure is not None:
+                raise failure
+            _check(answers)
+
+    def replay(
+        self, shape: GraphShape, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, shared: Any | None
+    ) -> Tensor:
+        """See `Graphs.replay`."""
+        with self._rank_group.collective():
+            self._rank_group.send(Forward(batch, lengths=False, graph=self._numbers[shape]))
+            self._rank_group.group.broadcast(torch.stack((input_ids, positions)))
+            return super().replay(shape, input_ids, positions, batch, shared)
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """Context that makes all ranks release their graphs when one has failed."""
+        try:
+            yield
+        except EngineLost:
+            raise
+        except EngineError:
+            self._rank_group.send(DropGraphs())
+            raise
 
 
 class LeaderRunner:
     """A runner whose results are valid only if all ranks completed the step."""
 
-    def __init__(self, inner: StepRunner, rank_group: RankGroupProcesses) -> None:
+    def __init__(self, inner: ModelRunner, rank_group: RankGroupProcesses) -> None:
         self._inner = inner
         self._rank_group = rank_group
+
+    @property
+    def graph_steps(self) -> int:
+        """Steps that replayed a graph."""
+        return self._inner.graph_steps
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """See `StepRunner.execute`. Raises `EngineLost` when a rank ended meanwhile."""
         output = self._inner.execute(plan)
+        self._rank_group.check()
+        return output
+
+    def submit(self, plan: StepPlan) -> SubmittedStep:
+        """See `AheadRunner.submit`. The other ranks read sampled tokens from the leader's device, as it does itself."""
+        return self._inner.submit(plan)
+
+    def result(self, submitted: SubmittedStep) -> StepOutput:
+        """See `AheadRunner.result`. Raises `EngineLost` when a rank ended meanwhile."""
+        output = self._inner.result(submitted)
         self._rank_group.check()
         return output
 
@@ -185,6 +277,20 @@ class ParallelModel:
     limit: int
     device: torch.device
     rank_group: RankGroupProcesses
+
+    def make_runner(self, rows: RowState) -> LeaderRunner:
+        """Make the runner of its steps, with graphs where the settings say so.
+
+        Raises:
+            EngineError, OutOfMemory: as `make_graphs`.
+        """
+        make = partial(LeaderGraphs, self.rank_group)
+        width = rows.block_tables[0].shape[1]
+        graphs = make_graphs(self.config, self.model.own, self.attention.inner, width, self.device, make)
+        runner = ModelRunner(
+            self.model, self.attention, rows, max_num_seqs=self.config.schedule.rows, device=self.device, graphs=graphs
+        )
+        return LeaderRunner(runner, self.rank_group)
 
 
 def check_parallel(config: EngineConfig) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from engine.attention import AttentionBatch
 from engine.config import Quantize, ScheduleConfig
 from engine.plan import BlockCopy, CacheGroup
+from engine.runner.buckets import GraphBuckets
 from engine.runner.device_memory import MemoryUse
 
 
@@ -62,6 +63,31 @@ class MakeCache:
 
 
 @dataclass(frozen=True, slots=True)
+class MakeGraphs:
+    """Reserve buffers for the graphs of these shapes; answered with `Done`.
+
+    Attributes:
+        table_width: entries of a whole block table.
+    """
+
+    buckets: GraphBuckets
+    table_width: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordGraph:
+    """Record the graph of `Graphs.shapes[number]` collectively; answered with `Done`, or with `Failed` if the forward
+    pass was computed, but not captured."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropGraphs:
+    """Release the graphs: not all ranks have them."""
+
+
+@dataclass(frozen=True, slots=True)
 class ZeroBlocks:
     """`AttentionBackend.zero`."""
 
@@ -80,10 +106,15 @@ class CopyBlocks:
 @dataclass(frozen=True, slots=True)
 class Forward:
     """Compute a step. Its int64 [2 or 3, tokens] of token ids, positions and rotary lengths, where the model has such,
-    are broadcast then, from the leader's device: of a step ahead the host has no token ids yet."""
+    are broadcast then, from the leader's device: of a step ahead the host has no token ids yet.
+
+    Attributes:
+        graph: number of the shape whose graph is replayed (`Graphs.shapes`); None: the step is launched without.
+    """
 
     batch: AttentionBatch
     lengths: bool
+    graph: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,5 +155,6 @@ class Failed:
     reason: str
 
 
-Message = JoinGroup | LoadShare | Measure | MakeCache | ZeroBlocks | CopyBlocks | Forward | Logits
+SetUp = JoinGroup | LoadShare | Measure | MakeCache | MakeGraphs | RecordGraph | DropGraphs
+Message = SetUp | ZeroBlocks | CopyBlocks | Forward | Logits
 Answer = Done | Loaded | MeasuredMemory | Failed

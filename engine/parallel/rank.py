@@ -23,6 +23,7 @@ from engine.parallel.messages import (
     Answer,
     CopyBlocks,
     Done,
+    DropGraphs,
     Failed,
     Forward,
     JoinGroup,
@@ -30,13 +31,16 @@ from engine.parallel.messages import (
     LoadShare,
     Logits,
     MakeCache,
+    MakeGraphs,
     Measure,
     MeasuredMemory,
     Message,
+    RecordGraph,
     ZeroBlocks,
 )
 from engine.parallel.process_group import RankGroup
-from engine.runner.device_memory import measure
+from engine.runner.device_memory import make_memory_release, measure
+from engine.runner.graphs import Graphs, make_recorder
 from engine.runner.memory import available_bytes
 
 
@@ -47,6 +51,7 @@ class RankWorker:
         self._group = group
         self._loaded: RankDecoder | None = None
         self._attention: AttentionBackend | None = None
+        self._graphs: Graphs | None = None
 
     def execute(self, message: Message) -> Answer | None:
         """Execute one command; None: it has no answer. Raises as the command."""
@@ -57,6 +62,13 @@ class RankWorker:
                 return MeasuredMemory(measure(self._model, message.schedule, self._group.device))
             case MakeCache():
                 return self._make_cache(message)
+            case MakeGraphs():
+                return self._make_graphs(message)
+            case RecordGraph():
+                return self._record_graph(message)
+            case DropGraphs():
+                self._graphs = None
+                make_memory_release(self._group.device)()
             case ZeroBlocks():
                 self._cache.zero(message.group, message.blocks)
             case CopyBlocks():
@@ -82,7 +94,7 @@ class RankWorker:
         return self._attention
 
     def _load(self, message: LoadShare) -> Answer:
-        self._loaded = self._attention = None
+        self._loaded = self._attention = self._graphs = None
         before = resident_bytes()
         try:
             self._loaded = load_share(
@@ -103,9 +115,32 @@ class RankWorker:
             return Failed(f"{type(error).__name__}: {error}")
         return Done()
 
+    def _make_graphs(self, message: MakeGraphs) -> Answer:
+        device = self._group.device
+        try:
+            recorder = make_recorder(device)
+            self._graphs = Graphs(self._model, self._cache, message.buckets, message.table_width, recorder, device)
+        except EngineError as error:
+            return Failed(f"{type(error).__name__}: {error}")
+        return Done()
+
+    def _record_graph(self, message: RecordGraph) -> Answer:
+        assert self._graphs is not None, "graphs are made before they are recorded"
+        try:
+            self._graphs.record(self._graphs.shapes[message.number])
+        except EngineError as error:
+            if not self._graphs.has_computed:  # the other ranks wait for this one's part, until it has ended
+                raise
+            return Failed(f"{type(error).__name__}: {error}")
+        return Done()
+
     def _forward(self, message: Forward) -> None:
         shape = 3 if message.lengths else 2, len(message.batch.slot_mapping[0])
         inputs = self._group.broadcast(torch.empty(shape, dtype=torch.int64, device=self._group.device))
+        if message.graph is not None:
+            assert self._graphs is not None, "graphs are recorded before a step replays one"
+            self._graphs.replay_chosen(message.graph, inputs[0], inputs[1], message.batch)
+            return
         step = AttentionStep(self._cache, self._cache.prepare(message.batch), batch=message.batch)
         self._model.forward(inputs[0], inputs[1], step, inputs[2] if message.lengths else None)
 

@@ -32,6 +32,9 @@ from engine.parallel.loading import rank_device
 from engine.parallel.messages import Answer, Failed, JoinGroup, Message
 from engine.parallel.process_group import RankGroup
 
+RANK_MODULE = "engine.parallel.rank"
+"""The program of the other ranks' processes."""
+
 LOOK_SECONDS: Final = 0.2
 """Seconds between two liveness checks of a rank that is waited for."""
 
@@ -58,7 +61,7 @@ class Rank:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(part * 1e6)))
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "engine.parallel.rank", str(theirs.fileno())],
+                [sys.executable, "-m", RANK_MODULE, str(theirs.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=2,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -170,6 +173,8 @@ class RankGroupProcesses:
         On GPUs ranks synchronise in kernels, so the host detects nothing by itself. When a rank has died the kernels
         that wait for it are released, and results computed from their output look like any other result.
         """
+        if self._lost is not None:  # by a later step, perhaps, which knows the reason
+            raise EngineLost(self._lost)
         if self._dead.is_set() or any(rank.death is not None for rank in self._ranks):
             raise self._lose(RuntimeError("a rank has ended"))
 

@@ -9,8 +9,8 @@ hidden states are read (by kernels queued behind) before another step is launche
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,7 +27,7 @@ from engine.attention.base import (
 )
 from engine.attention.reference import ReferenceAttention
 from engine.config import EngineConfig
-from engine.errors import EngineError, OutOfMemory
+from engine.errors import EngineError, EngineLost, OutOfMemory
 from engine.logs import get_logger
 from engine.models.base import CausalModel
 from engine.runner.buckets import GraphBuckets, GraphShape, padded
@@ -87,16 +87,8 @@ def make_recorder(device: torch.device) -> Recorder:
     return CudaRecorder(device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """A shape's graph, and the prepared step that it reads."""
-
-    prepared: Any
-    replay: Replay
-
-
 class Graphs:
-    """The graphs of one model over one attention backend.
+    """The graphs of one model over one attention backend. They are recorded by `record`, each of `shapes` once.
 
     Args:
         model: its `forward` is captured; it may not synchronise with the device.
@@ -105,9 +97,13 @@ class Graphs:
         table_width: entries of a whole block table.
         recorder: of the device.
 
+    Attributes:
+        shapes: in the order in which they are recorded.
+        has_computed: the forward pass that `record` was last called for was computed once, whether or not it could be
+            captured then.
+
     Raises:
-        EngineError: the forward pass can't be captured; the message names the shape.
-        OutOfMemory: the graphs do not fit in the memory that weights and cache leave.
+        OutOfMemory: the buffers do not fit in the memory that weights and cache leave.
     """
 
     def __init__(
@@ -121,33 +117,41 @@ class Graphs:
     ) -> None:
         self._sharing = attention if isinstance(attention, SharingAttention) and attention.can_share else None
         assert isinstance(attention, CapturableAttention), f"{attention.name} has no fixed places"
+        self.shapes = tuple(buckets.shapes)
+        self.has_computed = False
         self._model = model
         self._attention = attention
         self._buckets = buckets
-        max_tokens = buckets.shapes[0].tokens
-        self._input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self._recorded: dict[GraphShape, _Recorded] = {}
-        begun = time.perf_counter()
-        for shape in buckets.shapes:
-            try:
-                self._recorded[shape] = self._record(shape, attention, table_width, recorder)
-            except torch.OutOfMemoryError as error:
-                raise OutOfMemory(
-                    f"no memory is left to record graphs of {shape.tokens} tokens; lower gpu_memory_utilization, "
-                    f"max_graph_tokens or max_num_seqs, or leave graphs out: {error}"
-                ) from error
-            except RuntimeError as error:
-                reason = (
-                    f"steps of {shape.tokens} tokens can't be recorded as a graph; leave graphs out with "
-                    f"cuda_graphs=false: {error}"
-                )
-                raise EngineError(reason) from error
-        seconds = round(time.perf_counter() - begun, 2)
-        logger.info("graphs are recorded", graphs=len(self._recorded), max_tokens=max_tokens, seconds=seconds)
+        self._recorder = recorder
+        max_tokens = self.shapes[0].tokens
+        with _named_failure(self.shapes[0]):
+            self._input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+            self._positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+            self._prepared = {shape: self._reserve(shape, table_width) for shape in self.shapes}
+        self._replays: dict[GraphShape, Replay] = {}
 
     def __len__(self) -> int:
-        return len(self._recorded)
+        return len(self._replays)
+
+    def record(self, shape: GraphShape) -> None:
+        """Record the graph of one of `shapes`.
+
+        Raises:
+            EngineError: the forward pass can't be captured; the message names the shape.
+            OutOfMemory: the graph does not fit in the memory that weights and cache leave.
+        """
+        prepared, tokens = self._prepared[shape], slice(shape.tokens)
+        self.has_computed = False
+
+        def run() -> Tensor:
+            attend = AttentionStep(self._attention, prepared)
+            hidden = self._model.forward(self._input_ids[tokens], self._positions[tokens], attend, None)
+            self.has_computed = True
+            return hidden
+
+        with _named_failure(shape):
+            self._attention.refill(prepared, padded(_empty_batch(self._attention.num_groups), shape))
+            self._replays[shape] = self._recorder.record(run)
 
     def pick(self, rows: int, num_tokens: int, num_decodes: int) -> GraphShape | None:
         """Return the shape for a step of these sizes (`num_decodes`: single-token rows); None: it uses no graph."""
@@ -160,36 +164,61 @@ class Graphs:
         Args:
             input_ids, positions: int64 [T].
         """
-        count = len(input_ids)
-        if self._sharing is not None and (shared := self._sharing.find_shared(batch)) is not None:
+        shared = None if self._sharing is None else self._sharing.find_shared(batch)
+        if shared is not None:
             shape = self._buckets.sharing(shape)
-            recorded = self._recorded[shape]
-            self._sharing.refill_shared(recorded.prepared, padded(batch, shape), shared)
+        return self.replay(shape, input_ids, positions, batch, shared)
+
+    def replay(
+        self, shape: GraphShape, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, shared: Any | None
+    ) -> Tensor:
+        """Run `forward` by the graph of one of `shapes`.
+
+        Args:
+            shared: what `SharingAttention.find_shared` returned, for a shape that shares; else None.
+        """
+        count = len(input_ids)
+        if shape.shared:
+            assert self._sharing is not None
+            self._sharing.refill_shared(self._prepared[shape], padded(batch, shape), shared)
         else:
-            recorded = self._recorded[shape]
-            self._attention.refill(recorded.prepared, padded(batch, shape))
+            self._attention.refill(self._prepared[shape], padded(batch, shape))
         self._input_ids[:count].copy_(input_ids)
         self._positions[:count].copy_(positions)
         self._input_ids[count : shape.tokens].zero_()
         self._positions[count : shape.tokens].zero_()
-        return recorded.replay()[:count]
+        return self._replays[shape]()[:count]
 
-    def _record(self, shape: GraphShape, attention: AttentionBackend, width: int, recorder: Recorder) -> _Recorded:
-        sizes = shape.tokens, shape.sequences, shape.decodes, shape.mixed, width
+    def replay_chosen(self, number: int, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        """Run `forward` by the graph of `shapes[number]`, which another rank has chosen for the step. Its own attention
+        finds what is shared; where that is nothing, the graph reads nothing together."""
+        shape = self.shapes[number]
+        shared = self._sharing.find_shared(batch) if self._sharing is not None and shape.shared else None
+        return self.replay(shape, input_ids, positions, batch, shared)
+
+    def _reserve(self, shape: GraphShape, table_width: int) -> Any:
+        sizes = shape.tokens, shape.sequences, shape.decodes, shape.mixed, table_width
         if shape.shared:
             assert self._sharing is not None
-            prepared = self._sharing.reserve_shared(*sizes)
-        else:
-            prepared = self._attention.reserve(*sizes)
-        groups = self._attention.num_groups
-        self._attention.refill(prepared, padded(_empty_batch(groups), shape))
-        tokens = slice(shape.tokens)
+            return self._sharing.reserve_shared(*sizes)
+        return self._attention.reserve(*sizes)
 
-        def run() -> Tensor:
-            attend = AttentionStep(attention, prepared)
-            return self._model.forward(self._input_ids[tokens], self._positions[tokens], attend, None)
 
-        return _Recorded(prepared, recorder.record(run))
+@contextmanager
+def _named_failure(shape: GraphShape) -> Iterator[None]:
+    """Context that makes failures those of `Graphs.record`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"no memory is left to record graphs of {shape.tokens} tokens; lower gpu_memory_utilization, "
+            f"max_graph_tokens or max_num_seqs, or leave graphs out: {error}"
+        ) from error
+    except RuntimeError as error:
+        raise EngineError(
+            f"steps of {shape.tokens} tokens can't be recorded as a graph; leave graphs out with "
+            f"cuda_graphs=false: {error}"
+        ) from error
 
 
 def may_capture(config: EngineConfig, model: CausalModel, device: torch.device) -> bool:
@@ -199,9 +228,17 @@ def may_capture(config: EngineConfig, model: CausalModel, device: torch.device) 
 
 
 def make_graphs(
-    config: EngineConfig, model: CausalModel, attention: AttentionBackend, table_width: int, device: torch.device
+    config: EngineConfig,
+    model: CausalModel,
+    attention: AttentionBackend,
+    table_width: int,
+    device: torch.device,
+    make: Callable[..., Graphs] = Graphs,
 ) -> Graphs | None:
     """Capture the graphs of the settings; None: they are off, or optional and not supported.
+
+    Args:
+        make: with the arguments of `Graphs`.
 
     Raises:
         EngineError: they are required, but device, model or attention do not support them, or a capture failed.
@@ -227,14 +264,25 @@ def make_graphs(
     schedule = config.schedule
     can_share = isinstance(attention, SharingAttention) and attention.can_share
     buckets = GraphBuckets(schedule.rows, schedule.tokens, config.graph_tokens, shared=can_share)
+    begun = time.perf_counter()
+    graphs: Graphs | None = None
     try:
-        return Graphs(model, attention, buckets, table_width, recorder, device)
+        graphs = make(model, attention, buckets, table_width, recorder, device)
+        for shape in graphs.shapes:
+            graphs.record(shape)
+    except EngineLost:
+        raise
     except EngineError as error:
         if config.cuda_graphs:
             raise
+        graphs, reason = None, str(error)
+    if graphs is None:  # the error, which refers to them, is gone as well
         make_memory_release(device)()
-        logger.warning("steps are launched without graphs, which is slower", reason=str(error))
+        logger.warning("steps are launched without graphs, which is slower", reason=reason)
         return None
+    seconds, max_tokens = round(time.perf_counter() - begun, 2), graphs.shapes[0].tokens
+    logger.info("graphs are recorded", graphs=len(graphs), max_tokens=max_tokens, seconds=seconds)
+    return graphs
 
 
 def _empty_batch(groups: int) -> AttentionBatch:

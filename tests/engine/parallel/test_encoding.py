@@ -36,6 +36,7 @@ def one_token() -> AttentionBatch:
 STEPS: dict[str, Message] = {
     "a mixed step": Forward(batch(), lengths=False),
     "with rotary lengths": Forward(batch(), lengths=True),
+    "by a graph": Forward(batch(), lengths=False, graph=0),
     "some tokens are wanted": Forward(batch(wanted=ints(0, 4)), lengths=False),
     "none is wanted": Forward(batch(wanted=ints()), lengths=False),
     "tables that are views": Forward(batch(block_tables=(np.zeros((3, 8), np.int32)[:, 2:6],) * 2), lengths=False),
@@ -104,28 +105,16 @@ def test_a_step_that_is_too_short_or_too_long_is_refused(name: str, without_pick
 @pytest.mark.parametrize(
     ("at", "number"),
     [
-        (1, 2),
-        (2, 2),
-        (2, -1),
-        (3, 0),
-        (3, 6),
-        (3, -1),
-        (3, 2**62),
-        (4, 4),
-        (4, -1),
-        (5, 0),
-        (5, 3),
-        (6, 5),
-        (7, 0),
-        (7, -2),
+        (1, 2), (2, -2), (3, 2), (3, -1), (4, 0), (4, 6), (4, -1), (4, 2**62), (5, 4), (5, -1), (6, 0), (6, 3), (7, 5),
+        (8, 0), (8, -2),
     ],
-)
+)  # fmt: skip
 def test_a_step_whose_sizes_contradict_each_other_is_refused(at: int, number: int, without_pickle: None) -> None:
-    """Kind, lengths, sequences, tokens, decodes, groups, width, wanted."""
-    damaged = np.frombuffer(encode(Forward(batch(wanted=ints(4)), lengths=False))[: 8 * 8], dtype=np.int64).copy()
-    assert damaged.tolist() == [1, 0, 3, 5, 2, 2, 4, 1]
+    """Kind, lengths, graph, sequences, tokens, decodes, groups, width, wanted."""
+    damaged = np.frombuffer(encode(Forward(batch(wanted=ints(4)), lengths=False))[: 9 * 8], dtype=np.int64).copy()
+    assert damaged.tolist() == [1, 0, -1, 3, 5, 2, 2, 4, 1]
     damaged[at] = number
-    rest = encode(Forward(batch(wanted=ints(4)), lengths=False))[8 * 8 :]
+    rest = encode(Forward(batch(wanted=ints(4)), lengths=False))[9 * 8 :]
     with pytest.raises(EngineError, match="a command of the leader is damaged"):
         decode(damaged.tobytes() + rest)
 

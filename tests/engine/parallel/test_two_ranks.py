@@ -170,7 +170,7 @@ def test_experts_that_are_placed_by_counts_answer_as_neighbours_do(
     assert load is not None
     assert load.ranks is not None
     assert load.ranks[1].tolist() == [0, 1, 0, 0, 1, 1]
-    held = placed._runner._inner._model._model._decoder.experts.held  # type: ignore[attr-defined]
+    held = placed._runner._inner._model.own._decoder.experts.held  # type: ignore[attr-defined]
     assert held[1] == (0, 2, 3)
 
 
@@ -511,7 +511,7 @@ def test_all_ranks_compute_the_largest_step_collectively(
     """As on GPUs before the cache is made; the ranks are synchronized afterwards, and no expert's rows are counted."""
     path = tiny_model("qwen3-moe")
     engine = shared(path, rank_group, expert_parallel=True)
-    own = engine._runner._inner._model._model  # type: ignore[attr-defined]
+    own = engine._runner._inner._model.own  # type: ignore[attr-defined]
     uses = _measured(own, EngineConfig(schedule=ScheduleConfig(5, 70)), rank_group)
     assert len(uses) == 2
     assert all(use.total > 0 for use in uses)

@@ -25,11 +25,11 @@ from engine.attention import AttentionBatch, KVLayout
 from engine.attention.by_shape import attention_by_shape
 from engine.attention.choice import _TORCH_BACKENDS as BACKENDS
 from engine.attention.reference import ReferenceAttention, ReferenceStep
-from engine.errors import EngineError
+from engine.errors import EngineError, EngineLost
 from engine.models.base import KVShape
 from engine.plan import CacheGroup
 from engine.runner.buckets import NO_SLOT, GraphBuckets, GraphShape, decode_sizes, mixed_sizes, padded
-from engine.runner.graphs import CudaRecorder, make_graphs
+from engine.runner.graphs import CudaRecorder, Graphs, make_graphs
 from tests.engine.runner.test_async_loop import answers, plain_work, prompt, workload
 
 TinyModel = Callable[[str], Path]
@@ -216,6 +216,20 @@ def test_where_graphs_were_not_requested_an_engine_starts_without_them(
     assert str(error) in capsys.readouterr().out
     with pytest.raises(EngineError, match=str(error)):
         make_graphs(EngineConfig(cuda_graphs=True), model, attention, 4, torch.device("cuda"))
+
+
+def test_an_engine_whose_ranks_are_lost_does_not_start_without_graphs(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*arguments: Any) -> Graphs:
+        raise EngineLost("the engine lost a rank")
+
+    layout = KVLayout((CacheGroup((0,), None, 4),), block_size=4, num_kv_heads=1, head_dim=8)
+    attention = PoisonedPadding(layout, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(attention, "name", "not the oracle")
+    model: Any = SimpleNamespace(recordable=True)
+    with pytest.raises(EngineLost):
+        make_graphs(EngineConfig(), model, attention, 4, torch.device("cuda"), lose)
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 128, 300, 1000, 4096])
