@@ -235,7 +235,7 @@ def _fits_triton(layout: KVLayout, device: torch.device) -> bool:
     """Whether the device has enough shared memory for Triton's kernels of this layout."""
     if not layout.latent_dim:
         return True
-    from engine.attention.triton_paged import refusal, shared_memory  # noqa: PLC0415 - triton is not always there
+    from engine.attention.triton_tiling import refusal, shared_memory  # noqa: PLC0415 - triton is not always there
 
     return refusal(layout, shared_memory(device)) is None
 

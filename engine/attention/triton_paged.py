@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.attention.base import WARM_UP_TOKENS, AttentionBatch, KVLayout
 from engine.attention.shared_prefixes import SharedPrefix, shared_prefixes
 from engine.attention.storage import KVStorage
-from engine.errors import EngineError
+from engine.attention.triton_tiling import Tile, Tiling, shared_memory
 from engine.models.base import LayerCache
 from engine.plan import BlockCopy
 from engine.triton_kernels.attention import (
@@ -28,72 +28,9 @@ from engine.triton_kernels.attention import (
 
 FP8 = torch.float8_e4m3fn
 
-MOST_COLUMNS, LEAST_COLUMNS = 64, 16
-"""Keys that a program processes per iteration."""
-
-FP8_DECODE = 32, 5, 1, 8
-"""Keys of an iteration, stages, warps and programs (see `Tile`) of decoding with a float8 cache and heads of up to
-`FP8_DECODE_DIMS`: such a program needs no barrier, and eight of them fit a multiprocessor of Hopper's. (256 rows of
-1,500 tokens on an H200: 286 microseconds; 360 with 64 keys and two warps, 359 with 128 keys and four.)"""
-
-FP8_DECODE_DIMS = 128
-
-FP8_SHARED_COLUMNS, FLOAT32_SHARED_WARPS = 32, 8
-"""Of a program over keys that sequences share, with a float8 cache and in float32: with more columns or fewer warps the
-compiler spills registers."""
-
-LEAST_SHARED = 64 << 10
-"""Bytes of shared memory of a program on every device that Triton supports."""
-
-CHUNK_ROWS = 64
-"""Minimum of queries times heads of a chunk's tile."""
-
-FLOAT32_CHUNK = 32
-"""In float32: `CHUNK_ROWS`, and `MOST_COLUMNS` of a chunk. There are no matrix units for it, and registers hold whole
-rows of both sides of a product."""
-
-LONG, LONG_HEADS, LONG_CHUNK_ROWS, LONG_WARPS = 256, 16, 32, 8
-"""With values longer than `LONG`, and with latent attention: query heads of a program, `CHUNK_ROWS`, and warps. Such
-sums fill their registers: with more rows or fewer warps the compiler spills them."""
-
-LATENT_BYTES = 136
-"""Of shared memory of a program, for each element of a latent vector, that the smallest tile takes: what compilers use
-for compute capability 7.5, and more than for others."""
-
-LEAST_ROWS = 16
-"""Minimum rows of a product on the matrix units."""
-
-CHUNK_PROGRAMS = 2
-"""`Tile.programs` of chunks."""
-
-MOST_SPLITS = 64
-SPLIT_KEYS = 256
-"""Minimum keys of a split: fewer are not worth a second kernel."""
-
 LAUNCHES_BYTES = 16 << 20
 """Bytes of a layer that sharing prefixes must save at least: what a Hopper reads in the 4 microseconds that two more
 launches take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How a kernel is compiled.
-
-    Attributes:
-        queries, columns: of a program; keys per iteration.
-        stages: Triton's, of which iterations on their way are one less, and half of that where keys are found by way
-            of a table.
-        warps: of a program.
-        programs: of a multiprocessor, that splitting aims at: as many fit Hopper's.
-        halved: see `attend_tiles`.
-    """
-
-    queries: int
-    columns: int
-    stages: int = 3
-    warps: int = 4
-    programs: int = 4
-    halved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,39 +129,15 @@ class TritonPagedAttention:
         if processors is None:
             on_cuda = device.type == "cuda"
             processors = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 1
-        if shared is None:
-            shared = shared_memory(device)
-        if (reason := refusal(layout, shared)) is not None:
-            raise EngineError(f"attention 'triton' {reason}; choose 'paged-sdpa'")
+        self._tiling = Tiling(layout, dtype, processors, shared_memory(device) if shared is None else shared)
         self.storage = KVStorage(layout, dtype, device)
         self._device = device
         self._upcast = upcast
-        self._sharing = max(1, (layout.num_heads or layout.num_kv_heads) // layout.num_kv_heads)
-        self._heads = triton.next_power_of_2(self._sharing)
-        self._dims = max(16, triton.next_power_of_2(layout.value_dim))
-        self._rests = 0
-        if layout.latent_dim:
-            self._rests = max(16, triton.next_power_of_2(layout.head_dim - layout.latent_dim))
-        chunk_rows, self._most_chunk_columns, self._warps = CHUNK_ROWS, MOST_COLUMNS, 4
-        if dtype == torch.float32:
-            chunk_rows = self._most_chunk_columns = FLOAT32_CHUNK
-        if layout.latent_dim or layout.head_dim > LONG:
-            self._heads = min(self._heads, LONG_HEADS)
-            chunk_rows, self._warps = LONG_CHUNK_ROWS, LONG_WARPS
-        self._parts = -(-self._sharing // self._heads)
-        self._decode_queries = max(1, LEAST_ROWS // self._heads)
-        self._chunk_queries = max(self._decode_queries, chunk_rows // self._heads)
-        self._processors = processors
-        self._shared = shared
-        self._item = dtype.itemsize
-        while self._chunk_queries > self._decode_queries and not self._fits(self._chunk_queries, LEAST_COLUMNS):
-            self._chunk_queries //= 2
-        self._decode_tile, self._chunk_tile, self._shared_tile = self._tiles()
         whole = (index for index, group in enumerate(layout.groups) if group.window is None)
-        self._shared_group = next(whole, None) if self._chunk_queries > 1 else None
+        self._shared_group = next(whole, None) if self._tiling.chunk.queries > 1 else None
         stored = layout.head_dim + (0 if layout.latent_dim else layout.value_dim)
-        self._token_bytes = layout.num_kv_heads * stored * self._item  # of a layer
-        self._part_bytes = 2 * 4 * layout.num_kv_heads * self._sharing * layout.value_dim  # written and read
+        self._token_bytes = layout.num_kv_heads * stored * dtype.itemsize  # of a layer
+        self._part_bytes = 2 * 4 * layout.num_kv_heads * self._tiling.sharing * layout.value_dim  # written and read
         self._tables: tuple[Tensor, ...] = ()  # of reserved steps, which are read one after the other
 
     @property
@@ -251,12 +164,12 @@ class TritonPagedAttention:
         launches = []
         if decodes:
             shared = None if prefixes is None else self._share(at[4:], decodes, int(parts[-1].max()))
-            splits = self._splits(decodes, longest, self._decode_tile)
-            launches.append(Tiles(at[0], at[1], 0, decodes, self._decode_tile, splits, shared))
+            splits = self._tiling.splits(decodes, longest, self._tiling.decode)
+            launches.append(Tiles(at[0], at[1], 0, decodes, self._tiling.decode, splits, shared))
         if chunks := len(at[2]):
-            splits = self._splits(chunks, int((batch.starts + batch.counts)[decodes:].max()), self._chunk_tile)
+            splits = self._tiling.splits(chunks, int((batch.starts + batch.counts)[decodes:].max()), self._tiling.chunk)
             tokens = int(batch.counts[decodes:].sum())
-            launches.append(Tiles(at[2], at[3], decodes, tokens, self._chunk_tile, splits))
+            launches.append(Tiles(at[2], at[3], decodes, tokens, self._tiling.chunk, splits))
         return TritonStep(starts, counts, begins, tables, slots, tuple(launches))
 
     def reserve(self, tokens: int, sequences: int, decodes: int, mixed: bool, table_width: int) -> TritonStep:
@@ -286,19 +199,19 @@ class TritonPagedAttention:
                 torch.zeros(shape, dtype=torch.int32, device=self._device) for _ in range(self.num_groups)
             )
         # A chunk has two tokens or more, and leaves at most one tile that is not full.
-        chunks = tokens // self._chunk_queries + min(sequences, tokens // 2) if mixed else 0
+        chunks = tokens // self._tiling.chunk.queries + min(sequences, tokens // 2) if mixed else 0
         sizes = [*[sequences] * 3, *[tokens] * self.num_groups, decodes, decodes, chunks, chunks]
         most_shared = max(1, decodes // 2)  # tiles: each has two sequences or more
-        sizes += [sequences, most_shared * self._chunk_queries, most_shared] if shared else []
+        sizes += [sequences, most_shared * self._tiling.chunk.queries, most_shared] if shared else []
         buffer = torch.zeros(sum(sizes), dtype=torch.int32, device=self._device)
         starts, counts, begins, *rest = torch.split(buffer, sizes)
         slots, at = tuple(rest[: self.num_groups]), rest[self.num_groups :]
         longest = table_width * self.storage.layout.block_size
-        splits = self._splits(decodes, longest, self._decode_tile)
+        splits = self._tiling.splits(decodes, longest, self._tiling.decode)
         together = self._share(at[4:], decodes, longest) if shared else None
-        launches = [Tiles(at[0], at[1], 0, decodes, self._decode_tile, splits, together)]
+        launches = [Tiles(at[0], at[1], 0, decodes, self._tiling.decode, splits, together)]
         if chunks:
-            launches.append(Tiles(at[2], at[3], 0, tokens, self._chunk_tile, 1))
+            launches.append(Tiles(at[2], at[3], 0, tokens, self._tiling.chunk, 1))
         tables = tuple(table[:sequences] for table in self._tables)
         return TritonStep(starts, counts, begins, tables, slots, tuple(launches), buffer)
 
@@ -321,9 +234,9 @@ class TritonPagedAttention:
 
     def launch_shapes(self) -> list[tuple[Tile, bool, bool]]:
         """Return all that `Tiles.shape` may be."""
-        shapes = [(tile, split, False) for tile in (self._decode_tile, self._chunk_tile) for split in (False, True)]
+        shapes = [(tile, split, False) for tile in (self._tiling.decode, self._tiling.chunk) for split in (False, True)]
         if self._shared_group is not None:
-            shapes.append((self._decode_tile, True, True))
+            shapes.append((self._tiling.decode, True, True))
         return shapes
 
     def warm_up_step(self) -> TritonStep:
@@ -331,7 +244,7 @@ class TritonPagedAttention:
         zero = np.zeros(1, np.int32)
         slots = [np.full(WARM_UP_TOKENS, -1, np.int32)] * self.num_groups
         tables = [zero[None]] * self.num_groups
-        shared = [zero, np.full(self._chunk_queries, -1, np.int32), zero]
+        shared = [zero, np.full(self._tiling.chunk.queries, -1, np.int32), zero]
         starts, counts, begins, *rest = self._carry([zero, zero, zero, *slots, *tables, zero, zero, *shared])
         there, of, (sequences, firsts, *at) = _cut(rest, self.num_groups)
         launches = (
@@ -417,7 +330,7 @@ class TritonPagedAttention:
         self, layer: int, q: Tensor, scale: float, step: TritonStep, tiles: Tiles, sinks: Tensor | None, out: Tensor
     ) -> None:
         storage, layout = self.storage, self.storage.layout
-        kv_heads, parts = layout.num_kv_heads, layout.num_kv_heads * self._parts
+        kv_heads, parts = layout.num_kv_heads, layout.num_kv_heads * self._tiling.parts
         rows = tiles.tokens * q.shape[1]
         shared = tiles.shared
         if shared is not None and shared.group != storage.group_of[layer]:
@@ -436,15 +349,15 @@ class TritonPagedAttention:
         stored = keys, values, key_scales, value_scales
         shared_keys = step.counts if shared is None else shared.keys
         strides = scale * math.log2(math.e), q.stride(0), q.stride(1), table.stride(0)
+        tiling, tile = self._tiling, tiles.tile
         shape = {
-            "KV_HEADS": kv_heads, "SHARING": self._sharing, "HEADS": self._heads, "PARTS": self._parts,
-            "VALUE_DIM": layout.value_dim, "DIMS": self._dims,
+            "KV_HEADS": kv_heads, "SHARING": tiling.sharing, "HEADS": tiling.heads, "PARTS": tiling.parts,
+            "VALUE_DIM": layout.value_dim, "DIMS": tiling.dims,
         }  # fmt: skip
         form = {
-            "HEAD_DIM": layout.head_dim, "RESTS": self._rests, "BLOCK_SIZE": layout.block_size, "SCALED": scaled,
+            "HEAD_DIM": layout.head_dim, "RESTS": tiling.rests, "BLOCK_SIZE": layout.block_size, "SCALED": scaled,
             "NARROW": scaled and q.dtype.itemsize == 2, "UPCAST": self._upcast, "LATENT": layout.latent_dim > 0,
         }  # fmt: skip
-        tile = tiles.tile
         attend_tiles[(tiles.count, parts, tiles.splits)](
             q, *stored, keys if sinks is None else sinks, into, log_sums, table, step.starts, step.counts, step.begins,
             shared_keys, tiles.sequences, tiles.firsts, *strides, tiles.first_token, rows, QUERIES=tile.queries,
@@ -453,7 +366,7 @@ class TritonPagedAttention:
             num_warps=tile.warps, **shape, **form,
         )  # fmt: skip
         if shared is not None:
-            tile = self._shared_tile
+            tile = tiling.shared
             attend_shared[(len(shared.tile_keys), parts, shared.splits)](
                 q, *stored, into, log_sums, table, shared.rows, shared.tile_keys, *strides, tiles.splits, rows,
                 QUERIES=tile.queries, COLUMNS=tile.columns, num_stages=tile.stages, num_warps=tile.warps,
@@ -466,54 +379,19 @@ class TritonPagedAttention:
                 SHARED=shared is not None, **shape,
             )  # fmt: skip
 
-    def _tiles(self) -> tuple[Tile, Tile, Tile]:
-        """Return the tiles of decoding sequences, of chunks and of shared keys: as many keys as fit the device's shared
-        memory."""
-        columns = self._columns(self._chunk_queries, self._most_chunk_columns)
-        chunk = shared = Tile(self._chunk_queries, columns, warps=self._warps, programs=CHUNK_PROGRAMS)
-        decode = Tile(self._decode_queries, self._columns(self._decode_queries, MOST_COLUMNS), warps=self._warps)
-        if self._item == 1:
-            shared = replace(chunk, columns=min(columns, FP8_SHARED_COLUMNS))
-        if self._item == 4:
-            shared = replace(chunk, warps=FLOAT32_SHARED_WARPS)
-        if self._item == 1 and not self._rests and self._dims <= FP8_DECODE_DIMS:
-            checked = self._dims == FP8_DECODE_DIMS and self._decode_queries * self._heads == LEAST_ROWS
-            decode = Tile(self._decode_queries, *FP8_DECODE, halved=checked)
-        return decode, chunk, shared
-
-    def _columns(self, queries: int, most: int) -> int:
-        """Return the keys of a program per iteration, at most so many."""
-        while most > LEAST_COLUMNS and not self._fits(queries, most):
-            most //= 2
-        return most
-
-    def _fits(self, queries: int, columns: int) -> bool:
-        """Whether so many queries and keys fit the device's shared memory."""
-        # While one iteration's keys and values are multiplied, the next ones are loaded; queries stay. (Measured on
-        # Hopper; compilers use less on other devices.)
-        held = 2 if self.storage.layout.latent_dim else 4  # keys alone, or values too, of two iterations
-        row = (self._dims + self._rests) * max(self._item, 2)
-        return bool((queries * self._heads + held * columns) * row <= self._shared)
-
-    def _splits(self, tiles: int, longest: int, tile: Tile) -> int:
-        """Return the number of programs that share the keys of each of so many tiles, with `longest` keys to read."""
-        whole = tiles * self.storage.layout.num_kv_heads * self._parts
-        wanted: int = min(tile.programs * self._processors // max(1, whole), longest // SPLIT_KEYS, MOST_SPLITS)
-        return max(1, wanted)
-
     def _chunk_tiles(self, batch: AttentionBatch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Sequences and first queries of the chunks' tiles."""
         counts = batch.counts[batch.num_decodes :]
-        each = -(-counts // self._chunk_queries)
+        each = -(-counts // self._tiling.chunk.queries)
         sequences = np.repeat(np.arange(batch.num_decodes, len(batch.counts)), each)
         at = np.arange(len(sequences)) - np.repeat(np.cumsum(each) - each, each)
-        return sequences.astype(np.int32), (at * self._chunk_queries).astype(np.int32)
+        return sequences.astype(np.int32), (at * self._tiling.chunk.queries).astype(np.int32)
 
     def _shared_tiles(
         self, prefixes: list[SharedPrefix], sequences: int, tiles: int | None = None
     ) -> list[NDArray[np.int32]]:
         """Keys, rows and tile_keys of `SharedTiles`, of so many tiles; None: of as many as are used."""
-        keys, queries = np.zeros(sequences, np.int32), self._chunk_queries
+        keys, queries = np.zeros(sequences, np.int32), self._tiling.chunk.queries
         used = []
         for rows, blocks in prefixes:
             # Of a tile with a single sequence, that one reads all of its keys itself.
@@ -531,7 +409,7 @@ class TritonPagedAttention:
         """The launch over `_shared_tiles`, of sequences that share `longest` keys at most. All tiles have as many
         programs as if all sequences shared one prefix."""
         assert self._shared_group is not None
-        splits = self._splits(-(-decodes // self._chunk_queries), longest, self._shared_tile)
+        splits = self._tiling.splits(-(-decodes // self._tiling.chunk.queries), longest, self._tiling.shared)
         keys, rows, tile_keys = at
         return SharedTiles(keys, rows, tile_keys, splits, self._shared_group)
 
@@ -542,24 +420,6 @@ class TritonPagedAttention:
             whole = whole.pin_memory().to(self._device, non_blocking=True)
         flat = torch.split(whole, [part.size for part in parts])
         return [there.view(part.shape) for there, part in zip(flat, parts, strict=True)]
-
-
-def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory of a program on a device."""
-    if device.type != "cuda":
-        return LEAST_SHARED
-    size: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_SHARED)
-    return size
-
-
-def refusal(layout: KVLayout, shared: int) -> str | None:
-    """Return why no tile of this layout fits a device whose programs have so many bytes of shared memory; None: one
-    does."""
-    needed = LATENT_BYTES * triton.next_power_of_2(layout.latent_dim) if layout.latent_dim else 0
-    if needed <= shared:
-        return None
-    kib = needed >> 10, shared >> 10
-    return "needs {} KiB of shared memory for this model's latent attention, and the device has {}".format(*kib)
 
 
 def _ranges(batch: AttentionBatch) -> list[NDArray[np.int32]]:

@@ -24,7 +24,7 @@ from engine.runner.buckets import GraphShape, padded
 
 pytest.importorskip("triton", reason="NOT TESTED HERE: Triton's kernels; triton is not installed")
 
-from engine.attention import choice, triton_paged
+from engine.attention import choice, triton_paged, triton_tiling
 from engine.attention.base import WARM_UP_TOKENS, CompiledAttention
 from engine.attention.by_shape import attention_by_shape
 from engine.attention.reference import ReferenceAttention
@@ -133,7 +133,7 @@ def test_values_may_be_the_first_elements_of_keys(
     heads: int, head_dim: int, latent_dim: int, dtype: torch.dtype, cache: torch.dtype | None, split_keys: int,
     device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(triton_paged, "SPLIT_KEYS", split_keys)
+    monkeypatch.setattr(triton_tiling, "SPLIT_KEYS", split_keys)
     compare(
         device, upcast, seed=6, dtype=dtype, heads=(heads, 1), head_dim=head_dim, latent_dim=latent_dim, cache=cache,
         processors=32, chunks=(1, 1, 3, 40), steps=2, longest=50,
@@ -145,7 +145,7 @@ def test_values_may_be_the_first_elements_of_keys(
 def test_sinks_join_once_however_many_programs_share_the_keys(
     split_keys: int, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_paged, "SPLIT_KEYS", split_keys)
+    monkeypatch.setattr(triton_tiling, "SPLIT_KEYS", split_keys)
     met = compare(device, upcast, seed=5, window=60, longest=130, chunks=(1, 1, 3, 70), processors=16, has_sinks=True)
     assert (max(max(splits) for splits in met) > 1) == (split_keys == 16)
 
@@ -177,7 +177,7 @@ def test_blocks_have_any_size(block_size: int, device: torch.device, upcast: boo
 def test_keys_of_few_long_sequences_are_split(
     window: int | None, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_paged, "SPLIT_KEYS", 16)
+    monkeypatch.setattr(triton_tiling, "SPLIT_KEYS", 16)
     decodes, chunks = compare(
         device, upcast, seed=5, window=window, longest=130, chunks=(1, 1, 3, 70), steps=4, processors=16
     )
@@ -198,7 +198,7 @@ def test_a_cache_of_fp8(
     dtype: torch.dtype, heads: tuple[int, int], head_dim: int, device: torch.device, upcast: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(triton_paged, "SPLIT_KEYS", 16)
+    monkeypatch.setattr(triton_tiling, "SPLIT_KEYS", 16)
     compare(device, upcast, seed=4, dtype=dtype, cache=FP8, window=37, heads=heads, head_dim=head_dim, steps=2)
 
 
@@ -286,7 +286,7 @@ def test_rows_that_only_fill_a_graph_read_and_write_nothing(
 ) -> None:
     """A captured step of five rows, used for three and then for two: its tables lead nowhere behind them, and what it
     computes into is poisoned."""
-    monkeypatch.setattr(triton_paged, "SPLIT_KEYS", 16 if splits > 1 else 1 << 20)
+    monkeypatch.setattr(triton_tiling, "SPLIT_KEYS", 16 if splits > 1 else 1 << 20)
     computed, rows, empty = torch.bfloat16 if dtype == FP8 else dtype, 5, torch.empty
     sequences = Sequences(np.random.default_rng(1), count=3, longest=80, block_size=4, window=9)
     layout = KVLayout(sequences.groups, 4, 2, 16, 4)
@@ -340,7 +340,7 @@ def test_a_reserved_step_is_filled_again_and_again(
     mixed: bool, window: int | None, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of all sizes up to the shape's, padded to it, in memory that still holds the step before."""
-    monkeypatch.setattr(triton_paged, "SPLIT_KEYS", 16)
+    monkeypatch.setattr(triton_tiling, "SPLIT_KEYS", 16)
     rng, made = np.random.default_rng(5), torch.Generator().manual_seed(5)
     sequences = Sequences(rng, count=4, longest=90, block_size=4, window=window)
     layout = KVLayout(sequences.groups, 4, 2, 16, 4)
@@ -450,8 +450,8 @@ def test_a_prefix_that_sequences_share_is_read_by_one_block_table(
     form: str, split_keys: int, device: torch.device, upcast: bool, always_shared: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others' tables lead to NaN there. In layers with a window they are read."""
-    monkeypatch.setattr(triton_paged, "SPLIT_KEYS", split_keys)
-    monkeypatch.setattr(triton_paged, "MOST_SPLITS", 2)
+    monkeypatch.setattr(triton_tiling, "SPLIT_KEYS", split_keys)
+    monkeypatch.setattr(triton_tiling, "MOST_SPLITS", 2)
     prefixed = Prefixed(device, upcast, **SHARED_FORMS[form])
     size = prefixed.sequences.block_size
 
@@ -474,7 +474,7 @@ def test_a_prefix_that_sequences_share_is_read_by_one_block_table(
         assert shared.keys.tolist() == keys
         alone = {member for member, own in zip(members[:decodes], keys[:decodes], strict=True) if not own}
         for left in (set(members[:decodes]) & {2, 3, 4, 5, 6}, set(members[:decodes]) & {0, 1}):
-            assert len(alone & left) == (len(left) % prefixed.fast._chunk_queries == 1)
+            assert len(alone & left) == (len(left) % prefixed.fast._tiling.chunk.queries == 1)
         for member, own in zip(members, keys, strict=True):
             assert own in (0, size * BLOCKS_SHARED[member])
         return step
@@ -493,8 +493,8 @@ def test_a_reserved_step_shares_other_prefixes_each_time(
     mixed: bool, device: torch.device, upcast: bool, always_shared: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or none, in memory that still holds the step before."""
-    monkeypatch.setattr(triton_paged, "SPLIT_KEYS", 16)
-    monkeypatch.setattr(triton_paged, "MOST_SPLITS", 2)
+    monkeypatch.setattr(triton_tiling, "SPLIT_KEYS", 16)
+    monkeypatch.setattr(triton_tiling, "MOST_SPLITS", 2)
     prefixed = Prefixed(device, upcast, dtype=torch.float32, heads=(12, 3))
     fast, shape = prefixed.fast, GraphShape(24, 9, 8, mixed=True) if mixed else GraphShape(8, 8, 8, mixed=False)
     sizes = shape.tokens, shape.sequences, shape.decodes, shape.mixed, 8
@@ -639,7 +639,7 @@ def test_latent_attention_that_fits_no_device_is_refused_and_not_chosen(monkeypa
         properties = SimpleNamespace(shared_memory_per_block_optin=shared)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-        assert choice._best(layout, torch.float16, torch.device("cuda"), False)[0] == name
+        assert choice._preferred(layout, torch.float16, torch.device("cuda"), False)[0] == name
 
 
 class _ReferenceInFp8(ReferenceAttention):
@@ -662,7 +662,7 @@ def test_an_engine_with_an_fp8_cache_gives_the_tokens_of_one_that_rounds(
     tokens_by_engine = []
     for ours in (True, False):
         if not ours:
-            make = lambda name, layout, dtype, on, *_, fp8: _ReferenceInFp8(layout, dtype, on)  # noqa: E731
+            make = lambda name, layout, dtype, on, *_, **more: _ReferenceInFp8(layout, dtype, on)  # noqa: E731
             monkeypatch.setattr("engine.engine.make_backend", make)
         engine = Engine.load(tiny_model("llama"), config)
         params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
