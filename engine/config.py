@@ -29,6 +29,8 @@ class CacheConfig:
         num_blocks: blocks of the full-attention pool; overrides both.
         prefix_caching: reuse blocks between requests with the same leading tokens and salt.
         sequences, tokens_per_sequence: the planned work, when known; the pool is no larger than it can use.
+        host_bytes: maximum bytes of host memory that hold a second tier of the prefix cache, which evicted blocks go to
+            (`engine.cache.host_tier`); page-locked for a CUDA device. None: there is none.
         tier_folder: a folder that holds a second tier of the prefix cache, which processes may share and later ones
             find (`engine.cache.folder_tier`); None: there is none.
         tier_bytes: maximum bytes of the blocks in it.
@@ -42,6 +44,7 @@ class CacheConfig:
     prefix_caching: bool = True
     sequences: int | None = None
     tokens_per_sequence: int | None = None
+    host_bytes: int | None = None
     tier_folder: str | None = None
     tier_bytes: int = 10_000_000_000
 
@@ -49,6 +52,12 @@ class CacheConfig:
     def block_tokens(self) -> int:
         """Tokens a block holds."""
         return BLOCK_TOKENS if self.block_size is None else self.block_size
+
+    @property
+    def second_tiers(self) -> str:
+        """The command's options that enable the second tiers that are set, joined by "and"; empty: none is set."""
+        options = {"--kv-offloading-size": self.host_bytes, "--kv-cache-dir": self.tier_folder}
+        return " and ".join(option for option, value in options.items() if value is not None)
 
 
 @dataclass(frozen=True, slots=True)

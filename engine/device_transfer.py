@@ -7,6 +7,8 @@ host waits for an event only when it needs the values.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from engine.errors import OutOfMemory
 
 _ALIGNMENT = 16
 """Alignment of an array in the transfer buffer, bytes."""
@@ -103,6 +107,19 @@ class PinnedTransfer:
             copied.record(self._download_stream)
         return _PinnedDownload(values, copied)
 
+    def down_into(self, source: Tensor, targets: Sequence[Tensor]) -> None:
+        """Start copying each line of a tensor to page-locked memory (`lock_pages`). `wait_for_downloads` precedes all
+        that the device does with these bytes, and with the source's, afterwards."""
+        self._download_stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._download_stream):
+            for line, target in zip(source, targets, strict=True):
+                target.copy_(line, non_blocking=True)
+        source.record_stream(self._download_stream)
+
+    def wait_for_downloads(self) -> None:
+        """Let the device's later work wait for the downloads that were started."""
+        torch.cuda.current_stream(self._device).wait_stream(self._download_stream)
+
 
 @dataclass(frozen=True, slots=True)
 class _PinnedDownload:
@@ -114,6 +131,24 @@ class _PinnedDownload:
     def numpy(self) -> NDArray[Any]:
         self.copied.synchronize()
         return self.values.numpy()
+
+
+def lock_pages(memory: NDArray[Any]) -> None:
+    """Lock the pages of an array that a CUDA device is to copy from and to, until it is freed. (`pin_memory` of torch
+    takes up to twice the bytes, a power of two.)
+
+    Raises:
+        OutOfMemory: the system does not lock so many.
+    """
+    if not memory.nbytes:
+        return
+    runtime, address = torch.cuda.cudart(), memory.ctypes.data  # type: ignore[no-untyped-call]
+    if (code := int(runtime.cudaHostRegister(address, memory.nbytes, 0))) != 0:
+        raise OutOfMemory(
+            f"{memory.nbytes / 2**30:.1f} GiB of host memory can't be page-locked (CUDA error {code}); give "
+            "--kv-offloading-size less"
+        )
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
 
 
 def make_transfer(device: torch.device) -> Transfer:

@@ -84,7 +84,7 @@ class EngineStats:
             needed before the next one could be planned, where steps are planned ahead.
         steps_recorded: steps that replayed a graph.
         steps_out_of_memory: steps that ran out of device memory; their sequences were computed again.
-        tier: of the second tier of the prefix cache; None: there is none.
+        tier, host_tier: of the second tiers of the prefix cache on a disk, and in host memory; None: there is none.
     """
 
     computed: int
@@ -108,6 +108,7 @@ class EngineStats:
     steps_recorded: int = 0
     steps_out_of_memory: int = 0
     tier: TierStats | None = None
+    host_tier: TierStats | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -233,7 +234,7 @@ class Engine:
         )
         self._second_tier = second_tier
         if second_tier is not None:
-            self.scheduler.use_tier(second_tier.tier, second_tier.max_loads)
+            self.scheduler.use_tiers(second_tier.host, second_tier.disk, second_tier.max_loads)
         self._runner = make_runner(self.scheduler)
         if config.speculation.method != "off":
             lengths = make_draft_lengths(config.speculation, config.schedule.rows)
@@ -337,7 +338,7 @@ class Engine:
             graphs = make_graphs(config, model, attention, rows.block_tables[0].shape[1], device)
             return ModelRunner(
                 model, attention, rows, max_num_seqs=config.schedule.rows, device=device, graphs=graphs,
-                states=states, blocks=None if second_tier is None else second_tier.blocks,
+                states=states, second_tier=second_tier,
             )  # fmt: skip
 
         block_size = config.cache.block_tokens
@@ -355,11 +356,11 @@ class Engine:
             eagle = HeadProposerState(head, groups, block_size, spec.vocab_size, resolve_max_drafts(config.speculation))
             make_proposer = partial(eagle.proposer, attend=attend)
         name = attention.name if native is None else f"{attention.name} ({native.name})"
-        if model_digest is not None and config.cache.tier_folder is not None:
+        if config.cache.second_tiers:
             tensors = [attention.block_tensors(group) for group in range(len(attending))]
             tensors += [] if states is None else [states.block_tensors()]
             second_tier = open_second_tier(
-                config, (model_digest(), str(spec.dtype), device.type, name, limit), BlockTransfer(tensors)
+                config, groups, BlockTransfer(tensors), model_digest, (str(spec.dtype), device.type, name, limit)
             )
         return cls(
             config, spec, groups, limit, lambda scheduler: compute_recorded(scheduler.rows),
@@ -510,7 +511,7 @@ class Engine:
         return ready + self._collector.finish(ended, self.clock())
 
     def _store_blocks(self) -> None:
-        """Pass blocks to the second tier."""
+        """Pass blocks to the second tier on a disk."""
         if self._second_tier is not None:
             self._second_tier.store(self.scheduler)
 
@@ -531,13 +532,13 @@ class Engine:
         """End the ranks that share the model, and store what the second tier of the prefix cache is to have. Memory is
         released when the engine is dropped."""
         if self._second_tier is not None:
-            self._second_tier.tier.close()
+            self._second_tier.close()
         if isinstance(self._runner, LeaderRunner):
             self._runner.close()
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made."""
-        stats = self.scheduler.stats
+        stats, tiers = self.scheduler.stats, self._second_tier
         return EngineStats(
             computed=stats.computed_tokens,
             prompt=stats.prompt_tokens,
@@ -559,7 +560,8 @@ class Engine:
             steps_not_ahead=self._loop.stats.awaited,
             steps_recorded=getattr(self._runner, "graph_steps", 0),
             steps_out_of_memory=self._loop.stats.out_of_memory,
-            tier=None if self._second_tier is None else self._second_tier.tier.stats(),
+            tier=None if tiers is None or tiers.disk is None else tiers.disk.stats(),
+            host_tier=None if tiers is None or tiers.host is None else tiers.host.stats(),
         )
 
     def expert_load(self) -> ExpertLoad | None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.cache.block_tier import BlockKey
 from engine.request import Request
 
 NO_TOKEN = -1
@@ -94,8 +95,17 @@ class BlockCopy(NamedTuple):
     tokens: int
 
 
+class BlockStore(NamedTuple):
+    """A block that a second tier of the prefix cache gets, and its name there. `is_suspect`: it may hold non-finite
+    values."""
+
+    block: int
+    key: BlockKey
+    is_suspect: bool = False
+
+
 class BlockLoad(NamedTuple):
-    """A block whose content comes from the second tier of the prefix cache: uint8 [bytes], as
+    """A block whose content comes from a second tier of the prefix cache: uint8 [bytes], as
     `engine.runner.block_transfer` reads them."""
 
     group: int
@@ -115,6 +125,8 @@ class StepPlan:
         num_decodes: rows with count 1 at the front.
         num_tokens: sum of counts.
         new_rows: rows whose owner changed; the runner and sampler (re)load their parameters before computing.
+        store_blocks: cached blocks that this step evicts, to be copied to host memory before anything is written to
+            them; earlier steps have filled them.
         zero_blocks: blocks to zero before computing (their last owner met non-finite values, and 0 * NaN = NaN).
         load_blocks: blocks to fill before computing, after zeroing.
         copy_blocks: copies to make before computing, after zeroing; no target is the source of another one. Sources
@@ -132,6 +144,7 @@ class StepPlan:
     num_decodes: int
     num_tokens: int
     new_rows: tuple[NewRow, ...] = ()
+    store_blocks: tuple[BlockStore, ...] = ()
     zero_blocks: tuple[BlockRef, ...] = ()
     load_blocks: tuple[BlockLoad, ...] = ()
     copy_blocks: tuple[BlockCopy, ...] = ()

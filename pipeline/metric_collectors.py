@@ -256,12 +256,14 @@ def _worker(samples: Samples, known: WorkerMetrics, worker: str | None) -> None:
         if speculation.seconds:
             value("tokenmill_speculation_gained_tokens", speculation.gained)
             value("tokenmill_speculation_compared_seconds_total", speculation.seconds)
-    if (cache := known.cache_tier) is not None:
-        value("tokenmill_kv_tier_hits_total", cache.hits)
-        value("tokenmill_kv_tier_rejected_blocks_total", cache.rejected)
-        value("tokenmill_kv_tier_bytes_total", cache.bytes_read, "read")
-        value("tokenmill_kv_tier_bytes_total", cache.bytes_written, "written")
-        value("tokenmill_kv_tier_off", int(not cache.is_on))
+    for medium, cache in (("disk", known.cache_tier), ("host", known.host_tier)):
+        if cache is not None:
+            value("tokenmill_kv_tier_hits_total", cache.hits, medium)
+            value("tokenmill_kv_tier_bytes_total", cache.bytes_read, medium, "read")
+            value("tokenmill_kv_tier_bytes_total", cache.bytes_written, medium, "written")
+    if (disk := known.cache_tier) is not None:
+        value("tokenmill_kv_tier_rejected_blocks_total", disk.rejected)
+        value("tokenmill_kv_tier_off", int(not disk.is_on))
     for holder, load in (("expert", known.expert_load), ("rank", known.rank_load)):
         if load is not None:
             value("tokenmill_expert_load", load, holder)

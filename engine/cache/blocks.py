@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,11 +47,13 @@ class BlockPool:
     Attributes:
         max_retained: most blocks that are free and retained.
         now: in seconds; its owner sets it.
+        on_evict: called with a cached block and its node before it is unpublished for a new owner. Spent blocks are
+            not passed: nothing will read them. None: nothing is called.
     """
 
     __slots__ = (
         "_awaited", "_cached", "_clean", "_dirty", "_group", "_index", "_nodes", "_refs", "_retained", "_shared",
-        "_spent", "_suspect", "_untouched", "max_retained", "now", "num_blocks",
+        "_spent", "_suspect", "_untouched", "max_retained", "now", "num_blocks", "on_evict",
     )  # fmt: skip
 
     def __init__(self, group: int, num_blocks: int, index: PrefixIndex) -> None:
@@ -69,6 +71,7 @@ class BlockPool:
         self._retained = RetainedBlocks()
         self.max_retained = (num_blocks - 1) // 2
         self.now = 0.0
+        self.on_evict: Callable[[int, PrefixNode], None] | None = None
         self._nodes: list[PrefixNode | None] = [None] * num_blocks
         self._shared = bytearray(num_blocks)  # it was hit since it was published
         self._suspect = bytearray(num_blocks)
@@ -203,6 +206,10 @@ class BlockPool:
         """Mark a block that may hold non-finite values: it is zeroed before its next owner uses it."""
         self._suspect[block] = 1
 
+    def is_suspect(self, block: int) -> bool:
+        """Whether the block may hold non-finite values."""
+        return bool(self._suspect[block])
+
     def take_dirty(self) -> list[int]:
         """Take the suspect blocks allocated since the last call, which must be zeroed before the next step."""
         dirty, self._dirty = self._dirty, []
@@ -261,6 +268,10 @@ class BlockPool:
             block, _ = queue.popitem(last=False)
         else:
             block = self._retained.give_up()
+        node = self._nodes[block]
+        assert node is not None
+        if self.on_evict is not None:
+            self.on_evict(block, node)
         self._unpublish(block)
         return block
 

@@ -70,10 +70,11 @@ class PrefixNode:
         parent: the prefix before it; None for a root.
         blocks: per cache group the block that holds its keys, or `NO_BLOCK`.
         refs: children + published blocks + running sequences whose chain ends here.
-        in_tier: groups whose block was loaded from the second tier, or is to be stored there (`engine.cache.tiering`).
+        on_disk: groups whose block was loaded from the second tier on disk, or is to be stored there
+            (`engine.cache.tiering`).
     """
 
-    __slots__ = ("blocks", "digest", "in_tier", "parent", "refs", "token_bytes")
+    __slots__ = ("blocks", "digest", "on_disk", "parent", "refs", "token_bytes")
 
     def __init__(self, parent: PrefixNode | None, digest: bytes, token_bytes: bytes, num_groups: int) -> None:
         self.parent = parent
@@ -81,7 +82,7 @@ class PrefixNode:
         self.token_bytes = token_bytes
         self.blocks = [NO_BLOCK] * num_groups
         self.refs = 0
-        self.in_tier: frozenset[int] = frozenset()
+        self.on_disk: frozenset[int] = frozenset()
 
 
 class PrefixIndex:

@@ -15,7 +15,7 @@ In a group of layers with states (`engine.states`) not every block gets a slot: 
 before it when the row grows past it, each `snapshot_blocks`-th, the ends of retained prefixes, and those behind which
 waiting sequences part, or those that came earlier.
 
-A second tier (`engine.cache.tiering`) may hold copies of blocks; `load` fetches those of a prefix before `match`.
+Second tiers (`engine.cache.tiering`) may hold copies of blocks; `load` fetches those of a prefix before `match`.
 
 A row can also borrow the last, partly filled block of another row, to be copied before it writes there (`borrow`).
 """
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from engine.cache.block_tier import BlockTier
 from engine.cache.blocks import BlockPool
+from engine.cache.host_tier import HostTier
 from engine.cache.prefix import Digest, HashChain, PrefixIndex, PrefixNode, chain_digest
 from engine.cache.tiering import Tiering
 from engine.plan import NO_BLOCK, BlockCopy, BlockRef, CacheGroup, RowState
@@ -50,7 +51,7 @@ class CacheTables:
         state_groups: indices of the groups of layers with states.
         borrowed: by row, of rows whose last block is another row's: its first positions that hold their tokens too.
         readers_known: bool [R], whether all readers of the row's blocks are registered (`Request.readers_known`).
-        tiering: exchanges blocks with the second tier; None: there is none.
+        tiering: exchanges blocks with second tiers; None: there is none.
     """
 
     def __init__(
@@ -83,10 +84,10 @@ class CacheTables:
         self._full = [i for i, group in enumerate(groups) if group.window is None]
         self.tiering: Tiering | None = None
 
-    def use_tier(self, tier: BlockTier, max_loads: int) -> None:
-        """Set the second tier. `max_loads`: blocks of a full-attention group that one step may load."""
+    def use_tiers(self, host: HostTier | None, disk: BlockTier | None, max_loads: int) -> None:
+        """Set the second tiers. `max_loads`: blocks of a full-attention group that one step may load."""
         reaches = [None if group.window is None else self.blocks_for(group.window - 1) for group in self.groups]
-        self.tiering = Tiering(tier, self.pools, self.index, reaches, self.block_size, max_loads)
+        self.tiering = Tiering(host, disk, self.pools, self.index, reaches, self.block_size, max_loads)
 
     def set_time(self, now: float) -> None:
         """Set the time (seconds) that retained blocks are retained from."""
@@ -135,7 +136,7 @@ class CacheTables:
         return start, self._tips[row] if self.published[row] == start else None
 
     def load(self, chain: HashChain, tokens: NDArray[np.int32], row: int | None = None) -> bool:
-        """Load blocks of a prefix from the second tier, where it has a longer part of it than the pools. `match`, which
+        """Load blocks of a prefix from second tiers, where they have a longer part of it than the pools. `match`, which
         takes the same arguments, hits them, and the step that is being planned fills them. Returns whether a later step
         can load more."""
         if self.tiering is None or not self.prefix_caching:
@@ -224,13 +225,14 @@ class CacheTables:
         self._move_tip(row, nodes[-1])
 
     def share(self, row: int, num_blocks: int) -> None:
-        """Note that other requests have, or may have, the row's first blocks, so that the second tier gets them."""
-        if self.tiering is not None and num_blocks:
+        """Note that other requests have, or may have, the row's first blocks, so that the second tier on disk gets
+        them."""
+        if self.tiering is not None and self.tiering.has_disk and num_blocks:
             self.tiering.shared[row] = max(num_blocks, self.tiering.shared.get(row, 0))
 
     def confirm(self, row: int, positions: int) -> None:
-        """Note that a row's first positions led to finite values: the second tier gets its shared blocks, if they are
-        among them."""
+        """Note that a row's first positions led to finite values: the second tier on disk gets its shared blocks, if
+        they are among them."""
         tiering, tip, depth = self.tiering, self._tips[row], int(self.published[row])
         if tiering is not None and positions // self.block_size >= tiering.shared.get(row, _UNPUBLISHED):
             shared = tiering.shared.pop(row)

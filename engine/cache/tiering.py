@@ -1,22 +1,28 @@
-"""Exchanges blocks between the pools and a second tier of the prefix cache.
+"""Exchanges blocks between the pools and the second tiers of the prefix cache: host memory, a disk, or both.
 
 Loading precedes a lookup: before a waiting sequence (or a row at a block's border) looks for hits, the blocks that the
-tier has beyond the pools are allocated, published and released, so that they are cached blocks like others. The step
-being planned fills them before it computes. They are read and verified while the step is planned: a block that the tier
+tiers have beyond the pools are allocated, published and released, so that they are cached blocks like others. The step
+being planned fills them before it computes. They are read and verified while the step is planned: a block that a tier
 rejects was never promised to a row, and its tokens are computed.
 
     pools    |- hits -|
-    tier         |- its blocks -------|
+    tiers        |- their blocks -----|
     loaded            |- of all full-attention groups, and the last window of others -|
 
-Only prefixes that were worth their bytes are stored: those that another request has hit, and those that a request
+Host memory gets each cached block that is evicted, so those of preempted rows, too: a preempted row waits as a reader
+of all its whole blocks, generated tokens included. The step that gives a block to a new owner copies it first
+(`StepPlan.store_blocks`). A block may be evicted before a row has shown that its values are finite; it is marked then
+(`BlockStore.is_suspect`), and so is the block that it is loaded to, which is zeroed before it gets another owner.
+
+The disk gets only prefixes that are worth their bytes: those that another request has hit, and those that a request
 retains. They are stored once a row that read them had finite logits.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,15 +30,9 @@ from numpy.typing import NDArray
 
 from engine.cache.block_tier import BlockKey, BlockTier, Bytes
 from engine.cache.blocks import BlockPool
+from engine.cache.host_tier import HostTier
 from engine.cache.prefix import HashChain, PrefixIndex, PrefixNode
-from engine.plan import NO_BLOCK, BlockLoad
-
-
-class BlockStore(NamedTuple):
-    """A block that the tier is to have, and its name there."""
-
-    block: int
-    key: BlockKey
+from engine.plan import NO_BLOCK, BlockLoad, BlockStore
 
 
 class _Link(NamedTuple):
@@ -53,32 +53,40 @@ class Tiering:
     """Decides which blocks are loaded and stored.
 
     Args:
+        host, disk: the tiers, in the order in which blocks are looked up; None: there is none of this kind.
         reaches: per group the blocks before a position that a hit there needs; None: all of them.
         max_loads: blocks of a full-attention group that one step may load.
 
     Attributes:
-        tier: the second tier.
-        shared: row -> leading blocks that the tier gets once the row is confirmed.
+        has_disk: whether there is a tier on disk.
+        shared: row -> leading blocks that the disk gets once the row is confirmed.
     """
 
     def __init__(
         self,
-        tier: BlockTier,
+        host: HostTier | None,
+        disk: BlockTier | None,
         pools: Sequence[BlockPool],
         index: PrefixIndex,
         reaches: Sequence[int | None],
         block_size: int,
         max_loads: int,
     ) -> None:
-        self.tier = tier
+        self._host = host
+        self._disk = disk
+        self.has_disk = disk is not None
         self.shared: dict[int, int] = {}
         self._pools = pools
         self._index = index
         self._reaches = reaches
         self._block_size = block_size
         self._max_loads = max_loads
-        self._loads: list[tuple[PrefixNode, BlockLoad]] = []
+        self._loads: dict[tuple[int, int], tuple[PrefixNode, BlockLoad]] = {}  # by group and block
+        self._evicted: list[BlockStore] = []
         self._stores: deque[tuple[PrefixNode, int]] = deque()
+        if host is not None:
+            for group, pool in enumerate(pools):
+                pool.on_evict = partial(self._note_eviction, host, group)
 
     # -- loading
 
@@ -93,7 +101,7 @@ class Tiering:
             hits: blocks from `start` on that the pools have.
 
         Returns:
-            Whether the tier has more, which a later step can load.
+            Whether the tiers have more, which a later step can load.
         """
         absent: set[BlockKey] = set()
         read: dict[BlockKey, Bytes] = {}
@@ -111,7 +119,7 @@ class Tiering:
             keys = [link.key(group) for group, link in reversed(needed) if link.block(group) == NO_BLOCK]
             for key in keys:
                 if key not in read:
-                    if (data := self.tier.load(key)) is None:
+                    if (data := self._read(key)) is None:
                         absent.add(key)
                         break
                     read[key] = data
@@ -122,7 +130,7 @@ class Tiering:
     def _links(
         self, chain: HashChain, tokens: NDArray[np.int32], start: int, parent: PrefixNode | None, absent: set[BlockKey]
     ) -> tuple[list[_Link], bool]:
-        """Return the prefix's next blocks, as far as pools and tier have those of all full-attention groups, and
+        """Return the prefix's next blocks, as far as pools and tiers have those of all full-attention groups, and
         whether they have more, which this step can't load."""
         size, node = self._block_size, parent
         full = [group for group, reach in enumerate(self._reaches) if reach is None]
@@ -157,7 +165,14 @@ class Tiering:
         if link.block(group) != NO_BLOCK:
             return True
         key = link.key(group)
-        return key not in absent and self.tier.contains(key)
+        if key in absent:
+            return False
+        in_host = self._host is not None and self._host.contains(key)
+        return in_host or (self._disk is not None and self._disk.contains(key))
+
+    def _read(self, key: BlockKey) -> Bytes | None:
+        data = None if self._host is None else self._host.load(key)
+        return self._disk.load(key) if data is None and self._disk is not None else data
 
     def _has_room(self, needed: list[tuple[int, _Link]]) -> bool:
         """Whether the pools can allocate the missing blocks without evicting those that are hit."""
@@ -192,8 +207,11 @@ class Tiering:
             if link.digest in nodes and link.block(group) == NO_BLOCK:
                 (block,) = self._pools[group].allocate(1)
                 self._pools[group].publish(block, nodes[link.digest])
-                nodes[link.digest].in_tier |= {group}
-                self._loads.append((nodes[link.digest], BlockLoad(group, block, read[link.key(group)])))
+                if self._host is None or not self._host.contains(link.key(group)):
+                    nodes[link.digest].on_disk |= {group}
+                elif self._host.is_suspect(link.key(group)):
+                    self._pools[group].suspect(block)
+                self._loads[group, block] = nodes[link.digest], BlockLoad(group, block, read[link.key(group)])
                 held.append((group, block))
         for group, block in reversed(held):
             self._pools[group].release([block])
@@ -202,38 +220,66 @@ class Tiering:
 
     def take_loads(self) -> tuple[BlockLoad, ...]:
         """Take the blocks to fill before the next step computes: those that were not evicted meanwhile."""
-        loads, self._loads = self._loads, []
-        return tuple(load for node, load in loads if node.blocks[load.group] == load.block)
+        loads, self._loads = self._loads, {}
+        return tuple(load for node, load in loads.values() if node.blocks[load.group] == load.block)
 
-    # -- storing
+    # -- storing in host memory
+
+    def _note_eviction(self, host: HostTier, group: int, block: int, node: PrefixNode) -> None:
+        """Note that a cached block loses its memory to a new owner."""
+        if self._loads.pop((group, block), None) is not None:
+            return  # it is not filled yet
+        key = BlockKey(group, node.digest, node.token_bytes)
+        if not host.touch(key):
+            self._evicted.append(BlockStore(block, key, self._pools[group].is_suspect(block)))
+
+    def take_evicted(self) -> tuple[BlockStore, ...]:
+        """Take the blocks that the next step copies to host memory before anything is written to them."""
+        evicted, self._evicted = tuple(self._evicted), []
+        return evicted
+
+    def drop_evicted(self, stores: Iterable[BlockStore]) -> None:
+        """Remove these blocks, and all that were evicted since the last step, from host memory: a step that should
+        have filled them failed."""
+        self._evicted.clear()
+        if self._host is not None:
+            for store in stores:
+                self._host.discard(store.key)
+
+    # -- storing on the disk
 
     def queue(self, tip: PrefixNode, depth: int, num_blocks: int) -> None:
-        """Queue the first `num_blocks` blocks of a row's prefix, of `depth` blocks, for the tier. The beginning of a
-        prefix is stored last: the tier evicts it last."""
+        """Queue the first `num_blocks` blocks of a row's prefix, of `depth` blocks, for the disk. The beginning of a
+        prefix is stored last: the disk evicts it last."""
         node = tip
         while node.parent is not None:
             depth -= 1
             if depth < num_blocks:
                 for group, block in enumerate(node.blocks):
-                    if block != NO_BLOCK and group not in node.in_tier:
-                        node.in_tier |= {group}
+                    if block != NO_BLOCK and group not in node.on_disk:
+                        node.on_disk |= {group}
                         self._stores.append((node, group))
             node = node.parent
 
     def take_stores(self, max_blocks: int) -> list[BlockStore]:
-        """Take up to so many blocks that the tier is to have, and that are still published: they hold what their names
+        """Take up to so many blocks that the disk is to have, and that are still published: they hold what their names
         say, until the next step is submitted."""
         chosen: list[BlockStore] = []
         while self._stores and len(chosen) < max_blocks:
             node, group = self._stores.popleft()
             if (block := node.blocks[group]) == NO_BLOCK:
-                node.in_tier -= {group}
-            elif group in node.in_tier:  # else it was discarded
+                node.on_disk -= {group}
+            elif group in node.on_disk:  # else it was discarded
                 chosen.append(BlockStore(block, BlockKey(group, node.digest, node.token_bytes)))
         return chosen
 
     def discard(self, node: PrefixNode) -> None:
-        """Remove a prefix's block, which led to non-finite values, from the tier."""
-        for group in node.in_tier:
-            self.tier.discard(BlockKey(group, node.digest, node.token_bytes))
-        node.in_tier = frozenset()
+        """Remove a prefix's block, which led to non-finite values, from the tiers."""
+        if self._disk is not None:
+            for group in node.on_disk:
+                self._disk.discard(BlockKey(group, node.digest, node.token_bytes))
+            node.on_disk = frozenset()
+        if self._host is not None:
+            for group in range(len(self._pools)):
+                self._host.discard(BlockKey(group, node.digest, node.token_bytes))
+            self._evicted = [store for store in self._evicted if store.key.digest != node.digest]

@@ -291,7 +291,7 @@ def check_encoder_config(config: EngineConfig) -> None:
         )
     if config.cache.memory_bytes is not None:
         raise UnsupportedModel("an encoder has no KV cache that memory could be set aside for; leave that out")
-    if config.cache.tier_folder is not None:
-        raise UnsupportedModel("an encoder has no KV cache that a folder could hold; leave --kv-cache-dir out")
+    if options := config.cache.second_tiers:
+        raise UnsupportedModel(f"an encoder has no KV cache that a second tier could hold; leave {options} out")
     if config.speculation.method in ("ngram", "draft", "eagle3"):
         raise UnsupportedModel("an encoder generates nothing, so nothing can be drafted; leave speculate out")

@@ -314,10 +314,8 @@ def check_parallel(config: EngineConfig) -> None:
             raise EngineError(
                 f"{name} {value!r} is of the native kernels, which don't run under {several}; leave it out"
             )
-    if config.cache.tier_folder is not None:
-        raise EngineError(
-            f"a second tier of the prefix cache (--kv-cache-dir) doesn't run under {several}; leave it out"
-        )
+    if options := config.cache.second_tiers:
+        raise EngineError(f"a second tier of the prefix cache ({options}) doesn't run under {several}; leave it out")
     if not config.own_models:
         raise EngineError(f"transformers' code doesn't run under {several}; leave --engine transformers out")
     if config.attention == NativeAttention.name:

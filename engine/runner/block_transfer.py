@@ -1,21 +1,31 @@
-"""Copies the content of whole blocks between the cache's tensors and the host, for a second tier of the prefix cache.
+"""Copies the content of whole blocks between the cache's tensors and the host, for second tiers of the prefix cache.
 
 A block's bytes are its line of each tensor of its group, one after the other, whatever the layout: they mean something
 only to a cache of the same layout. Those of a CUDA device are copied through pinned memory, down on a stream of its own
 (`engine.device_transfer`), so that neither the host nor the steps wait.
+
+Between blocks and the page-locked memory of the tier in host memory (`allocate_host`) the device copies by itself,
+through a buffer in its own memory: blocks are gathered there, so that steps may write to them at once. The buffer is
+used again when its last copy is done, for which only the device waits. No copy overtakes another one of the same bytes:
+the stream of downloads waits for the steps before it, and uploads wait for that stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.device_transfer import Download, make_transfer
+from engine.cache.block_tier import Bytes
+from engine.device_transfer import Download, PinnedTransfer, lock_pages, make_transfer
 from engine.plan import BlockLoad
+
+BUFFER_BYTES: Final = 32 << 20
+"""Bytes of the device's buffer between blocks and page-locked memory, or of one block, if that is larger."""
 
 
 class BlockTransfer:
@@ -36,6 +46,23 @@ class BlockTransfer:
         device = tensors[0][0].device
         self._is_on_host = device.type == "cpu"
         self._transfer = make_transfer(device)
+        self._device = device
+        self._locked: list[Bytes] = []
+        self._buffer: Tensor | None = None
+
+    def allocate_host(self, num_blocks: Sequence[int]) -> list[Bytes]:
+        """Allocate host memory for so many blocks of each group: uint8 [blocks, bytes]; page-locked for a CUDA device.
+
+        Raises:
+            OutOfMemory: the system does not lock so many pages.
+        """
+        memory = [np.empty(shape, dtype=np.uint8) for shape in zip(num_blocks, self.block_bytes, strict=True)]
+        if not self._is_on_host:
+            for slots in memory:
+                lock_pages(slots)
+            self._locked += memory
+            self._buffer = torch.empty(max(BUFFER_BYTES, *self.block_bytes), dtype=torch.uint8, device=self._device)
+        return memory
 
     def read(self, group: int, blocks: list[int]) -> Download:
         """Copy blocks as they are after the steps submitted so far, uint8 [blocks, bytes]."""
@@ -50,6 +77,20 @@ class BlockTransfer:
                 content[at, columns] = lines[block]
         return self._transfer.down(torch.from_numpy(content))
 
+    def read_into(self, group: int, blocks: Sequence[int], targets: Sequence[Bytes]) -> None:
+        """Copy each block, as it is after the steps submitted so far, to its target, uint8 [bytes] of `allocate_host`.
+        Only `write` may read the targets."""
+        if self._is_on_host:
+            for lines, columns in self._host_lines(group):
+                for block, target in zip(blocks, targets, strict=True):
+                    target[columns] = lines[block]
+            return
+        assert isinstance(self._transfer, PinnedTransfer)
+        for part, buffer in self._parts(group, len(blocks)):
+            (index,) = self._transfer.up(np.array(blocks[part], dtype=np.int64))
+            torch.cat([tensor.index_select(0, index) for tensor in self._tensors[group]], dim=1, out=buffer)
+            self._transfer.down_into(buffer, [torch.from_numpy(target) for target in targets[part]])
+
     def write(self, loads: Sequence[BlockLoad]) -> None:
         """Fill blocks."""
         for group in {load.group for load in loads}:
@@ -59,19 +100,46 @@ class BlockTransfer:
                     for load in own:
                         lines[load.block] = load.data[columns]
                 continue
-            blocks = np.array([load.block for load in own], dtype=np.int64)
-            content, index = self._transfer.up(np.stack([load.data for load in own]), blocks)
-            begin = 0
-            for tensor in self._tensors[group]:
-                end = begin + tensor.shape[1]
-                tensor.index_copy_(0, index, content[:, begin:end])
-                begin = end
+            locked = [load for load in own if self._is_locked(load.data)]
+            for part, buffer in self._parts(group, len(locked)):
+                for line, load in zip(buffer, locked[part], strict=True):
+                    line.copy_(torch.from_numpy(load.data), non_blocking=True)
+                self._fill(group, locked[part], buffer)
+            if others := [load for load in own if not self._is_locked(load.data)]:
+                (content,) = self._transfer.up(np.stack([load.data for load in others]))
+                self._fill(group, others, content)
+
+    def _fill(self, group: int, loads: Sequence[BlockLoad], content: Tensor) -> None:
+        """Fill blocks of a device with its lines, uint8 [blocks, bytes]."""
+        (index,) = self._transfer.up(np.array([load.block for load in loads], dtype=np.int64))
+        for tensor, columns in self._lines(group):
+            tensor.index_copy_(0, index, content[:, columns])
+
+    def _is_locked(self, data: Bytes) -> bool:
+        return any(np.may_share_memory(data, slots) for slots in self._locked)
+
+    def _parts(self, group: int, count: int) -> Iterator[tuple[slice, Tensor]]:
+        """Divide so many blocks into parts that fit the buffer. Yields each part, and its lines of the buffer, uint8
+        [blocks, bytes], which the device uses behind all copies from them."""
+        if not count:
+            return
+        assert self._buffer is not None
+        assert isinstance(self._transfer, PinnedTransfer)
+        size = self.block_bytes[group]
+        step = len(self._buffer) // size
+        for first in range(0, count, step):
+            part = slice(first, min(first + step, count))
+            self._transfer.wait_for_downloads()
+            yield part, self._buffer[: (part.stop - first) * size].view(-1, size)
+
+    def _lines(self, group: int) -> Iterator[tuple[Tensor, slice]]:
+        """Iterate over the group's tensors, and where their lines are among a block's bytes."""
+        begin = 0
+        for tensor in self._tensors[group]:
+            end = begin + tensor.shape[1]
+            yield tensor, slice(begin, end)
+            begin = end
 
     def _host_lines(self, group: int) -> list[tuple[NDArray[np.uint8], slice]]:
         """Return the group's tensors as arrays, and where their lines are among a block's bytes."""
-        found, begin = [], 0
-        for tensor in self._tensors[group]:
-            end = begin + tensor.shape[1]
-            found.append((tensor.numpy(), slice(begin, end)))
-            begin = end
-        return found
+        return [(tensor.numpy(), columns) for tensor, columns in self._lines(group)]

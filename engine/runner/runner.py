@@ -21,8 +21,8 @@ from engine.device_transfer import Download, make_transfer
 from engine.models.base import CausalModel, LayeredModel
 from engine.models.encoders.pooling import Pooler
 from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
-from engine.runner.block_transfer import BlockTransfer
 from engine.runner.graphs import Graphs
+from engine.runner.second_tier import SecondTier
 from engine.sampling.sampler import NON_FINITE, SampleOutput, Sampler, prompt_logprobs, target_logprobs
 from engine.speculative.verify import NO_DRAFT_ID, Drafted, Line, Verifier
 from engine.states import StateStep, StateStorage
@@ -129,7 +129,7 @@ class ModelRunner:
         graphs: captured forward passes for steps of some shapes; None: all steps run eagerly.
         states: of the model's layers that have states instead of keys and values; None: none have. Their cache group is
             the last one.
-        blocks: fills the blocks that plans load; None: plans load none.
+        second_tier: stores and fills the blocks that plans name; None: they name none.
 
     Attributes:
         graph_steps: steps that replayed a graph.
@@ -145,11 +145,11 @@ class ModelRunner:
         device: torch.device,
         graphs: Graphs | None = None,
         states: StateStorage | None = None,
-        blocks: BlockTransfer | None = None,
+        second_tier: SecondTier | None = None,
     ) -> None:
         self.graph_steps = 0
         self._states = states
-        self._blocks = blocks
+        self._second_tier = second_tier
         self._state_step: StateStep | None = None  # of the latest step
         self._graphs = graphs
         self._transfer = make_transfer(device)
@@ -280,12 +280,13 @@ class ModelRunner:
         return packed
 
     def _load_rows(self, plan: StepPlan) -> None:
-        """Zero, fill and copy the plan's blocks, and load the parameters of rows with a new owner."""
+        """Store, zero, fill and copy the plan's blocks, and load the parameters of rows with a new owner."""
+        if self._second_tier is not None:
+            self._second_tier.store_evicted(plan.store_blocks)
         for group in {ref.group for ref in plan.zero_blocks}:
             self._attention.zero(group, [ref.block for ref in plan.zero_blocks if ref.group == group])
-        if plan.load_blocks:
-            assert self._blocks is not None, "a scheduler with a second tier has a runner that fills blocks"
-            self._blocks.write(plan.load_blocks)
+        if self._second_tier is not None:
+            self._second_tier.load(plan.load_blocks)
         for group in {copy.group for copy in plan.copy_blocks}:
             self._attention.copy(group, [copy for copy in plan.copy_blocks if copy.group == group])
         rows = self._rows

@@ -49,12 +49,12 @@ from numpy.typing import NDArray
 
 from engine.cache.block_demand import BlockDemand
 from engine.cache.block_tier import BlockTier
+from engine.cache.host_tier import HostTier
 from engine.cache.prefix import Digest, chain_digest
 from engine.cache.tables import CacheTables
-from engine.cache.tiering import BlockStore
 from engine.config import ScheduleConfig
 from engine.errors import ContextLengthExceeded, EngineError, RequestRefused
-from engine.plan import CacheGroup, RowState, StepPlan
+from engine.plan import BlockStore, CacheGroup, RowState, StepPlan
 from engine.request import FinishReason, Request, check_request
 from engine.scheduler.drafting import Drafting
 from engine.scheduler.latency import ClassStats, Latencies
@@ -226,13 +226,13 @@ class Scheduler:
         self._drafting = Drafting(self._batch, proposer, lengths, self._demand.max_chunk, budget)
         self._planner.drafting = self._drafting
 
-    def use_tier(self, tier: BlockTier, max_loads: int) -> None:
-        """Use a second tier of the prefix cache from the next step on. `max_loads`: blocks of a full-attention group
+    def use_tiers(self, host: HostTier | None, disk: BlockTier | None, max_loads: int) -> None:
+        """Use second tiers of the prefix cache from the next step on. `max_loads`: blocks of a full-attention group
         that one step may load."""
-        self._cache.use_tier(tier, max_loads)
+        self._cache.use_tiers(host, disk, max_loads)
 
     def take_stores(self, max_blocks: int) -> list[BlockStore]:
-        """Take up to so many blocks that the second tier is to have. They must be read before the next step is
+        """Take up to so many blocks that the second tier on disk is to have. They must be read before the next step is
         submitted."""
         return [] if self._cache.tiering is None else self._cache.tiering.take_stores(max_blocks)
 
@@ -405,7 +405,10 @@ class Scheduler:
         sequence.num_ended_at_preemption = NEVER
 
     def _drop_in_flight(self) -> None:
-        """Discard the steps in flight and the content of all blocks, which rows that borrow one may have waited for."""
+        """Discard the steps in flight and the content of all blocks, which rows that borrow one may have waited for.
+        Host memory has copies of blocks that a step in flight was to fill."""
+        if self._cache.tiering is not None:
+            self._cache.tiering.drop_evicted(store for plan, _, _ in self._in_flight for store in plan.store_blocks)
         for row in list(self._cache.borrowed):
             self._preempt_for_now(self._batch.owner(row))
         self._in_flight.clear()

@@ -260,7 +260,7 @@ class StepPlanner:
 
     def _chunk(self, sequence: Sequence, start: int, known: int, left: int, *, loads_more: bool = False) -> int:
         """Return the number of tokens to compute from `start`. A partial chunk ends on a block border where it can:
-        only whole blocks can be shared. A row whose prompt is scored stops at the prompt's end once. While the second
+        only whole blocks can be shared. A row whose prompt is scored stops at the prompt's end once. While a second
         tier has more of its prefix (`loads_more`), it computes no more than a block."""
         size = self._rows.block_size
         count = min(known - start, left, self._demand.max_chunk)
@@ -478,6 +478,7 @@ class StepPlanner:
             num_decodes=num_decodes,
             num_tokens=num_tokens,
             new_rows=tuple(self._new),
+            store_blocks=() if self._cache.tiering is None else self._cache.tiering.take_evicted(),
             zero_blocks=self._cache.take_dirty(),
             load_blocks=() if self._cache.tiering is None else self._cache.tiering.take_loads(),
             copy_blocks=self._cache.take_copies(),

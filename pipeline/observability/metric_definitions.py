@@ -113,7 +113,9 @@ METRICS: Final = (
     Metric("tokenmill_kv_blocks", "gauge", "Blocks of a worker's KV cache.", ("model",)),
     Metric("tokenmill_kv_blocks_used", "gauge", "Blocks of the KV cache that running requests hold.", ("model",)),
     Metric(
-        "tokenmill_kv_tier_hits_total", "counter", "Blocks that were loaded from --kv-cache-dir.", ("model",)
+        "tokenmill_kv_tier_hits_total", "counter",
+        "Blocks that were loaded from second tiers of the prefix cache, by medium: host (memory), disk.",
+        ("model", "medium"),
     ),
     Metric(
         "tokenmill_kv_tier_rejected_blocks_total", "counter",
@@ -122,8 +124,8 @@ METRICS: Final = (
     ),
     Metric(
         "tokenmill_kv_tier_bytes_total", "counter",
-        "Bytes of blocks in --kv-cache-dir, by direction: read, written.",
-        ("model", "direction"),
+        "Bytes of blocks in second tiers of the prefix cache, by medium (host, disk) and direction (read, written).",
+        ("model", "medium", "direction"),
     ),
     Metric(
         "tokenmill_kv_tier_off", "gauge",

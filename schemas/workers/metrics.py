@@ -128,12 +128,12 @@ class SpeculationMetrics(StoredReport):
 
 
 class CacheTierMetrics(StoredReport):
-    """The second tier of a prefix cache.
+    """A second tier of a prefix cache.
 
     Attributes:
         hits: blocks loaded.  rejected: blocks that were damaged or not what their name says, and so not used.
         bytes_read, bytes_written: of the blocks loaded and stored.
-        is_on: false after its folder could not be used.
+        is_on: false after its folder could not be used; true of host memory.
     """
 
     hits: Count = 0
@@ -192,7 +192,8 @@ class WorkerMetrics(StoredReport):
         expert_load, rank_load: rows of a mixture's busiest experts, and of the busiest ranks that hold whole experts,
             over those of the mean one, in the last seconds; None: there were none, or they are not counted.
         lane_open, lane_waiting: interactive requests: in the engine, and accepted but not in it yet.
-        pace: None: there is no SLO.  speculation: None: nothing was drafted.  cache_tier: None: there is none.
+        pace: None: there is no SLO.  speculation: None: nothing was drafted.  cache_tier, host_tier: the
+            second tiers of the prefix cache on a disk, and in host memory; None: there is none.
         gpus: those that compute the model, in the order of its ranks, without those that can't be read.
         store_outage: why the store is unavailable, so that the worker waits for it; None: it is available.
     """
@@ -219,5 +220,6 @@ class WorkerMetrics(StoredReport):
     pace: SloMetrics | None = None
     speculation: SpeculationMetrics | None = None
     cache_tier: CacheTierMetrics | None = None
+    host_tier: CacheTierMetrics | None = None
     gpus: tuple[GpuMetrics, ...] = ()
     store_outage: str | None = None

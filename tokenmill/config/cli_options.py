@@ -262,6 +262,16 @@ KvCacheMemory = Annotated[
         "weights and the largest step leave of TOKENMILL_GPU__MEMORY_UTILIZATION.",
     ),
 ]
+KvOffloadingSize = Annotated[
+    int | None,
+    typer.Option(
+        parser=num_bytes,
+        metavar="SIZE",
+        help="Host memory, such as 20GB, for blocks that the KV cache of an engine on a GPU has no room for, those of "
+        "preempted requests included: they are loaded again instead of computed. With --kv-cache-dir, blocks are "
+        "looked up here first. Default: none.",
+    ),
+]
 KvCacheDir = Annotated[
     Path | None,
     typer.Option(

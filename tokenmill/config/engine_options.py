@@ -33,7 +33,7 @@ from workers.model.loaded_model import model_path
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """The engine's options of the command line; `kv_cache_bytes` None: chosen by the machine and the work;
-    `kv_cache_dir` None: the prefix cache has no second tier."""
+    `kv_offloading_bytes`, `kv_cache_dir` None: the prefix cache has no second tier in host memory, on a disk."""
 
     dtype: DType = "auto"
     device: Device = "auto"
@@ -41,6 +41,7 @@ class EngineOptions:
     max_num_seqs: int | None = None  # as in ScheduleConfig
     max_num_batched_tokens: int | None = None
     kv_cache_bytes: int | None = None
+    kv_offloading_bytes: int | None = None
     kv_cache_dir: Path | None = None
     kv_cache_dir_bytes: int = CacheConfig().tier_bytes
     quantize: Quantize = "none"
@@ -89,6 +90,7 @@ class EngineOptions:
                 gpu_memory_utilization=self.gpu.memory_utilization,
                 sequences=sequences,
                 tokens_per_sequence=tokens_per_sequence,
+                host_bytes=self.kv_offloading_bytes,
                 tier_folder=None if self.kv_cache_dir is None else str(self.kv_cache_dir),
                 tier_bytes=self.kv_cache_dir_bytes,
             ),
@@ -127,6 +129,7 @@ def engine_options(
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
     kv_cache_memory: int | None = None,
+    kv_offloading_size: int | None = None,
     kv_cache_dir: Path | None = None,
     kv_cache_dir_size: int | None = None,
     quantize: Quantize = "none",
@@ -139,9 +142,9 @@ def engine_options(
     engine_option: Sequence[str] | None = None,
     generation_config: GenerationConfig | None = None,
 ) -> EngineOptions:
-    """The engine's options, from a command's options and the settings. `kv_cache_memory` and `kv_cache_dir_size` in
-    bytes; `speculate`, `engine` and `generation_config`: None is the settings' one; `engine_option`: NAME=VALUE of
-    vLLM, over the settings' ones.
+    """The engine's options, from a command's options and the settings. `kv_cache_memory`, `kv_offloading_size` and
+    `kv_cache_dir_size` in bytes; `speculate`, `engine` and `generation_config`: None is the settings' one;
+    `engine_option`: NAME=VALUE of vLLM, over the settings' ones.
 
     Raises:
         ModelError: there is no such draft model or head.  InvalidOption: vLLM's options can't be set so.
@@ -160,6 +163,7 @@ def engine_options(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         kv_cache_bytes=kv_cache_memory,
+        kv_offloading_bytes=kv_offloading_size,
         kv_cache_dir=kv_cache_dir,
         kv_cache_dir_bytes=kv_cache_dir_size or CacheConfig().tier_bytes,
         quantize=quantize,

@@ -416,6 +416,7 @@ def engine_facts(engine: Engine | EncoderEngine) -> dict[str, Fact]:
         "attention": engine.attention_name,
         "block_size": config.cache.block_tokens,
         "prefix_caching": config.cache.prefix_caching,
+        "kv_offloading_bytes": config.cache.host_bytes,
         "kv_cache_dir": config.cache.tier_folder,
         "max_model_len": engine.max_model_len,
         "max_num_seqs": engine.max_num_seqs,

@@ -164,6 +164,7 @@ class MetricsReader:
             pace=None if stats.slo is None else _slo_metrics(stats.slo),
             speculation=_speculation(stats.speculation),
             cache_tier=None if stats.tier is None else _cache_tier(stats.tier),
+            host_tier=None if stats.host_tier is None else _cache_tier(stats.host_tier),
             gpus=self._gpus.read(),
         )
 

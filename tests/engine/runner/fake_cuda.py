@@ -3,7 +3,8 @@
 Code on a GPU takes other paths than on a CPU: buffers are page-locked, results come later, tensors must be on one
 device. On a machine without a GPU these paths run on the CPU, with real numbers. A tensor "on the device" wraps one of
 the host's; an operation that mixes both kinds raises, as CUDA would, and so does reading one from numpy. What is copied
-to the host without waiting is garbage until an event behind it was waited for. Operations for which the host would wait
+to the host without waiting is garbage until the host waits for an event behind it, or the device for the copy's stream.
+Operations for which the host would wait
 are counted, and refused while a graph is recorded.
 
 Not simulated: streams (all work is done at once, in order), memory (there is plenty), CUDA's own kernels.
@@ -206,6 +207,17 @@ class _Stream:
         pass
 
 
+class _ComputeStream(_Stream):
+    """The stream of the steps. What it waits for is there for the device's later work."""
+
+    def __init__(self, device: FakeCuda) -> None:
+        super().__init__(device)
+        self._device = device
+
+    def wait_stream(self, other: Any) -> None:
+        self._device.finish_copies()
+
+
 class _Recorder:
     """Records by storing the function, which must not synchronize with the host; each replay is checked as well."""
 
@@ -298,7 +310,8 @@ def fake_cuda(
         "get_device_properties": lambda device=None: properties, "synchronize": lambda at=None: device.finish_copies(),
         "empty_cache": lambda: None, "mem_get_info": lambda device=None: (total - (1 << 30), total),
         "memory_reserved": lambda device=None: 0, "reset_peak_memory_stats": lambda device=None: None,
-        "max_memory_allocated": lambda device=None: 1 << 30, "current_stream": lambda device=None: _Stream(),
+        "max_memory_allocated": lambda device=None: 1 << 30, "current_stream": lambda at=None: _ComputeStream(device),
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: 0),
         "_sleep": lambda cycles: None, "Stream": _Stream, "Event": lambda **_: _Event(device),
         "stream": lambda stream: ExitStack(), "device": lambda device: ExitStack(),
     }  # fmt: skip

@@ -19,6 +19,7 @@ from engine.quant.int8_linear import Int8Linear, Int8WeightLinear
 from engine.quant.linear import QuantizedLinear, fast_kernel, int8_weight_only
 from engine.quant.weight import Activations, QWeight
 from engine.request import as_token_ids
+from engine.runner import block_transfer
 from engine.sampling.sampler import Sampler
 from tests.engine.quant.test_fp8_product import BY_ROWS
 from tests.engine.runner.fake_cuda import DEVICE, DeviceTensor, FakeCuda, compiler, fake_cuda
@@ -111,6 +112,66 @@ def test_all_request_options_give_the_same_answers(family: str, speculation: Any
         engine = load(path, "cuda", attention="paged-sdpa", speculation=SpeculationConfig(speculation))
         assert answers(engine, work) == want
         check_idle(engine)
+
+
+def preempting(path: Path, host_bytes: int | None, num_blocks: int = 14, **changes: Any) -> Engine:
+    """An engine whose pool is too small for its rows."""
+    return Engine.load(
+        path,
+        EngineConfig(
+            dtype="float32", device="cuda", max_model_len=96, threads=1, max_graph_tokens=8,
+            cache=CacheConfig(block_size=8, num_blocks=num_blocks, host_bytes=host_bytes),
+            schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=24), **changes,
+        ),
+    )  # fmt: skip
+
+
+def check_preempted(path: Path, work: list[Request], **changes: Any) -> None:
+    """Preempted rows load their blocks from host memory, nothing waits for that, and the answers are the same."""
+    with fake_cuda() as device:
+        without = preempting(path, None, **changes)
+        device.waits.clear()
+        want = answers(without, work)
+        waits = set(device.waits)
+        engine = preempting(path, 1 << 20, **changes)
+        device.waits.clear()
+        assert answers(engine, work) == want
+        assert set(device.waits) <= waits
+        check_idle(engine)
+        stats = engine.stats()
+        assert stats.host_tier is not None
+        assert stats.host_tier.hits > 0
+        assert without.stats().preemptions > 0
+        assert stats.recomputed < without.stats().recomputed
+        assert (stats.steps_ahead > 0) == ("speculation" not in changes)
+        assert (stats.steps_recorded > 0) == ("attention" not in changes)
+
+
+def long_work(count: int) -> list[Request]:
+    params = SamplingParams(max_tokens=30, temperature=0.8, seed=1, ignore_eos=True)
+    return [Request(str(i), prompt(i, 20 + i), params, expected_tokens=1) for i in range(count)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"attention": "paged-sdpa"}),
+        *(
+            pytest.param(family, changes, marks=pytest.mark.exhaustive)
+            for family, changes in (
+                ("llama", {}),
+                ("gemma3", {"attention": "paged-sdpa", "num_blocks": 20}),
+                ("llama", {"attention": "paged-sdpa", "speculation": SpeculationConfig("ngram")}),
+            )
+        ),
+    ],
+)
+def test_preempted_rows_load_their_blocks_from_page_locked_memory(
+    family: str, changes: dict[str, Any], tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_transfer, "BUFFER_BYTES", 1)  # a block at a time
+    check_preempted(tiny_model(family), long_work(5), **changes)
 
 
 @pytest.mark.exhaustive

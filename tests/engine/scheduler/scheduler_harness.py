@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.cache.block_tier import BlockKey, TierStats
+from engine.cache.host_tier import HostTier
 from engine.config import ScheduleConfig
 from engine.plan import NO_BLOCK, NO_TOKEN, CacheGroup, StepOutput, StepPlan
 from engine.request import FinishReason, Request
@@ -114,8 +115,9 @@ class Harness:
         depth: steps that may be planned before the results of the first one are processed (1: synchronous).
         computed: tokens computed, by (request_id, choice).  copied: tokens copied instead.
         max_drafts: maximum drafts of a row; `NoisyProposer` makes them.  poison: with the poisonous token among them.
-        tier: the second tier of the prefix cache.  max_loads: blocks that a step loads from it.
-        loaded: blocks loaded from it.
+        tier: the second tier of the prefix cache on a disk.  host_slots: slots of each group of the one in host memory;
+            None: there is none.  max_loads: blocks that a step loads.
+        host: the tier in host memory.  loaded: blocks loaded.
     """
 
     config: ScheduleConfig
@@ -129,6 +131,7 @@ class Harness:
     max_drafts: int = 0
     poison: bool = True
     tier: DictTier | None = None
+    host_slots: int | None = None
     max_loads: int = 3
 
     def __post_init__(self) -> None:
@@ -154,8 +157,12 @@ class Harness:
         self.finished: dict[tuple[str, int], FinishedSequence] = {}
         self.computed: dict[tuple[str, int], int] = {}
         self.copied = self.loaded = 0
-        if self.tier is not None:
-            self.scheduler.use_tier(self.tier, self.max_loads)
+        self.host: HostTier | None = None
+        if self.host_slots is not None:
+            sizes = [8 * self.block_size] * len(self.kv) + [8] * (len(self.groups) - len(self.kv))
+            self.host = HostTier([np.zeros((self.host_slots, size), dtype=np.uint8) for size in sizes])
+        if self.tier is not None or self.host is not None:
+            self.scheduler.use_tiers(self.host, self.tier, self.max_loads)
         self.plans: list[StepPlan] = []
         if self.max_drafts:
             self.scheduler.speculate(NoisyProposer(self), FixedLengths(self.max_drafts))
@@ -214,13 +221,21 @@ class Harness:
     def _store(self) -> None:
         """Store the blocks that the tier is to have, except that the one in a step that is too many waits."""
         while stores := self.scheduler.take_stores(3):
-            for block, key in stores:
+            for block, key, _ in stores:
                 content = self._content(key.group, block)
                 assert NAN not in content, "a block that led to non-finite values is stored"
                 data = content.view(np.uint8).copy()
                 self.tier.store(key, len(data), lambda data=data: data)
             if self.scheduler.has_work:
                 break
+
+    def _store_evicted(self, plan: StepPlan) -> None:
+        """Copy the blocks that this step evicts to host memory."""
+        for block, key, is_suspect in plan.store_blocks:
+            content = self._content(key.group, block)
+            assert is_suspect or key.group >= len(self.kv) or NAN not in content, "a block with a NaN has no mark"
+            if (slot := self.host.allocate(key, is_suspect=is_suspect)) is not None:
+                slot[:] = content.view(np.uint8)
 
     def _content(self, group: int, block: int) -> NDArray[np.int64]:
         """The keys of a block, or the state of a slot, int64."""
@@ -277,12 +292,16 @@ class Harness:
 
     def _compute(self, plan: StepPlan) -> tuple[StepPlan, StepOutput]:
         self._check_shape(plan)
+        self._store_evicted(plan)
         for ref in plan.zero_blocks:
             self.kv[ref.group][ref.block] = 0
         assert len({load[:2] for load in plan.load_blocks}) == len(plan.load_blocks), "two loads fill one block"
         for load in plan.load_blocks:
             self._content(load.group, load.block)[:] = load.data.view(np.int64)
         self.loaded += len(plan.load_blocks)
+        if self.host is not None:
+            self.host.release()
+            self.host.check_integrity()
         self._copy(plan)
         for row, request, choice in plan.new_rows:
             self._owner[row] = (request, choice)

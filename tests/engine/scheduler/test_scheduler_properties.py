@@ -110,6 +110,7 @@ def harnesses(draw: st.DrawFn) -> Harness:
         options=options,
         max_drafts=draw(st.sampled_from([0, 1, 3, 9])),
         tier=None if damage_every is None else DictTier(damage_every),
+        host_slots=None if options else draw(st.sampled_from([None, 1, 4, 30])),
         max_loads=draw(st.integers(1, 9)),
     )
 

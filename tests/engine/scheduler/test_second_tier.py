@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engine.cache.block_tier import BlockKey
+from engine.cache.host_tier import HostTier
 from engine.cache.prefix import HashChain, chain_digest
 from engine.cache.tables import CacheTables
 from engine.config import ScheduleConfig
@@ -145,11 +146,11 @@ def test_what_led_to_non_finite_values_is_not_stored_and_what_was_stored_is_disc
 class Tables:
     """The tables of one group with a tier that has the prefix, and helpers to fill the pool."""
 
-    def __init__(self, num_blocks: int, prefixes: dict[bytes, list[int]]) -> None:
+    def __init__(self, num_blocks: int, prefixes: dict[bytes, list[int]], host: HostTier | None = None) -> None:
         rows = RowState(2, 64, BLOCK, 1)
         self.rows, self.tier = rows, DictTier()
         self.cache = CacheTables((CacheGroup((0,), None, num_blocks + 1),), rows, prefix_caching=True)
-        self.cache.use_tier(self.tier, max_loads=20)
+        self.cache.use_tiers(host, self.tier, max_loads=20)
         for salt, tokens in prefixes.items():
             chain = self.chain(salt)
             for block in range(len(tokens) // BLOCK):
@@ -191,6 +192,17 @@ def test_a_block_that_is_evicted_before_the_step_is_not_filled() -> None:
     assert tables.load(b"other", PREFIX) == len(PREFIX) // BLOCK
     loads = tables.cache.tiering.take_loads()
     assert sorted(load.block for load in loads) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_block_that_is_evicted_before_it_is_filled_is_not_stored_in_host_memory() -> None:
+    host = HostTier([np.zeros((9, BLOCK * 8), dtype=np.uint8)])
+    tables = Tables(6, {b"one": PREFIX, b"other": PREFIX}, host)
+    tables.compute(b"third", list(range(24)))
+    assert tables.load(b"one", PREFIX) == len(PREFIX) // BLOCK
+    assert tables.load(b"other", PREFIX) == len(PREFIX) // BLOCK
+    assert tables.cache.tiering is not None
+    names = [store.key.token_bytes for store in tables.cache.tiering.take_evicted()]
+    assert sorted(names) == sorted(np.arange(at, at + BLOCK, dtype=np.int32).tobytes() for at in range(0, 24, BLOCK))
 
 
 def test_a_pool_without_room_loads_nothing() -> None:

@@ -241,6 +241,11 @@ def test_experts_are_distributed_by_either_engine() -> None:
     assert "enable_expert_parallel" not in engine_arguments("model", EngineConfig(), {}, pools=False, on_cpu=True)
 
 
+def test_host_memory_for_blocks_is_set_by_an_option() -> None:
+    assert engine_options(load_settings(), device="cpu").config().cache.host_bytes is None
+    assert engine_options(load_settings(), device="cpu", kv_offloading_size=5000).config().cache.host_bytes == 5000
+
+
 @pytest.mark.parametrize("pools", [False, True])
 def test_vllm_chooses_the_size_of_a_step_on_a_gpu_where_none_is_given(pools: bool) -> None:
     """On a CPU it is that of the other engine; rows for interactive requests are added."""

@@ -210,13 +210,18 @@ def test_rates_are_of_the_last_seconds_and_fall_to_zero_in_idleness() -> None:
     assert rates[8].generated == rates[-1].prompt == 0
 
 
-def test_the_second_tier_of_the_prefix_cache_is_reported_where_there_is_one() -> None:
+def test_the_second_tiers_of_the_prefix_cache_are_reported_where_they_are() -> None:
     engine: Any = FakeEngine()
     reader = MetricsReader("m", engine, 100.0)
     assert reader.read(101.0, {}, SideWorkMetrics()).cache_tier is None
     engine.current = replace(engine.current, tier=TierStats(5, 4000, 3000, 2, is_on=False))
     expected = CacheTierMetrics(hits=5, rejected=2, bytes_read=4000, bytes_written=3000, is_on=False)
     assert reader.read(102.0, {}, SideWorkMetrics()).cache_tier == expected
+    assert reader.read(103.0, {}, SideWorkMetrics()).host_tier is None
+    engine.current = replace(engine.current, tier=None, host_tier=TierStats(6, 5000, 4000))
+    found = reader.read(104.0, {}, SideWorkMetrics())
+    assert found.cache_tier is None
+    assert found.host_tier == CacheTierMetrics(hits=6, bytes_read=5000, bytes_written=4000)
 
 
 def test_the_load_of_experts_is_of_the_last_seconds() -> None:

@@ -27,6 +27,7 @@ from tokenmill.config.cli_options import (
     KvCacheDirSize,
     KvCacheMemory,
     KvDType,
+    KvOffloadingSize,
     MaxCost,
     MaxNumBatchedTokens,
     MaxNumSeqs,
@@ -76,8 +77,8 @@ ONLY_HERE: Final = {
     "price_per_hour": "--price-per-hour", "chat_template": "--chat-template", "reasoning_parser": "--reasoning-parser",
     "thinking_token_budget": "--thinking-token-budget", "score_tokens": "--score-tokens",
     "max_num_seqs": "--max-num-seqs", "max_num_batched_tokens": "--max-num-batched-tokens",
-    "kv_cache_memory": "--kv-cache-memory", "kv_cache_dir": "--kv-cache-dir",
-    "kv_cache_dir_size": "--kv-cache-dir-size",
+    "kv_cache_memory": "--kv-cache-memory", "kv_offloading_size": "--kv-offloading-size",
+    "kv_cache_dir": "--kv-cache-dir", "kv_cache_dir_size": "--kv-cache-dir-size",
 }  # fmt: skip
 """Options of a retry in a folder; in a root the workers' settings apply."""
 
@@ -139,6 +140,7 @@ def retry(
     max_num_seqs: MaxNumSeqs = None,
     max_num_batched_tokens: MaxNumBatchedTokens = None,
     kv_cache_memory: KvCacheMemory = None,
+    kv_offloading_size: KvOffloadingSize = None,
     kv_cache_dir: KvCacheDir = None,
     kv_cache_dir_size: KvCacheDirSize = None,
     watch: Annotated[
@@ -188,7 +190,7 @@ def retry(
     engine = engine_options(
         settings, dtype=dtype or own, device=device, threads=threads, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory=kv_cache_memory,
-        kv_cache_dir=kv_cache_dir, kv_cache_dir_size=kv_cache_dir_size,
+        kv_offloading_size=kv_offloading_size, kv_cache_dir=kv_cache_dir, kv_cache_dir_size=kv_cache_dir_size,
         quantize=quantize or pin.quantization, kv_dtype=kv_dtype or pin.kv_dtype, speculate=speculate,
         tensor_parallel=tensor_parallel,
         expert_parallel=expert_parallel, replicas=replicas, engine=None if model else as_begun,

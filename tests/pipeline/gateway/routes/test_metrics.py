@@ -202,6 +202,7 @@ WORKER_METRICS = WorkerMetrics(
     ),
     speculation=SpeculationMetrics(drafted=8, accepted=5, gained=-1.5, seconds=0.5),
     cache_tier=CacheTierMetrics(hits=6, rejected=1, bytes_read=600, bytes_written=700, is_on=False),
+    host_tier=CacheTierMetrics(hits=8, bytes_read=900, bytes_written=1000),
     gpus=(
         GpuMetrics(
             uuid="GPU-u", device="nvidia3", memory_bytes=80, memory_used_bytes=60, utilization=0.75, power_watts=650.5,
@@ -239,7 +240,7 @@ def test_the_metrics_of_each_live_worker_are_exposed(tmp_path: Path) -> None:
             "time_to_first_token_seconds_count": 10, "time_to_first_token_seconds_sum": 0.05,
             "inter_token_seconds_count": 35, "request_seconds_count": 9, "slo_objective": 0.5 + 0.5 + 0.03 + 0.04,
             "slo_batch_ratio": 0.75, "store_outage": 1, "speculation_gained_tokens": -1.5,
-            "speculation_compared_seconds_total": 0.5, "kv_tier_hits_total": 6, "kv_tier_rejected_blocks_total": 1,
+            "speculation_compared_seconds_total": 0.5, "kv_tier_rejected_blocks_total": 1,
             "kv_tier_off": 1,
         }.items():  # fmt: skip
             assert found.sum(f"tokenmill_{name}", **one) == pytest.approx(value), name
@@ -256,7 +257,9 @@ def test_the_metrics_of_each_live_worker_are_exposed(tmp_path: Path) -> None:
             ("hw_thermal_slowdown",): 1, ("hw_power_brake_slowdown",): 0,
         }  # fmt: skip
         assert found.all("tokenmill_gpu_throttled", uuid="MIG-v", **one) == {}
-        assert found.all("tokenmill_kv_tier_bytes_total", **one) == {("read",): 600, ("written",): 700}
+        assert found.all("tokenmill_kv_tier_hits_total", **one) == {("disk",): 6, ("host",): 8}
+        assert found.all("tokenmill_kv_tier_bytes_total", medium="disk", **one) == {("read",): 600, ("written",): 700}
+        assert found.all("tokenmill_kv_tier_bytes_total", medium="host", **one) == {("read",): 900, ("written",): 1000}
         assert found.all("tokenmill_slo_weight", **one) == {
             ("ttft",): 1,
             ("itl",): 2,

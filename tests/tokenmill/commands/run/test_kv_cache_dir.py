@@ -76,3 +76,12 @@ def test_given_a_size_without_a_folder_when_run_then_it_is_refused(
     ended = tokenmill("run", path, "--model", f"tiny={model_folder}", "-o", "out", "--kv-cache-dir-size", "1GB")
     assert ended.code == 1
     assert "--kv-cache-dir-size is given without --kv-cache-dir" in ended.error
+
+
+def test_given_host_memory_for_less_than_a_block_when_run_then_it_is_refused(
+    tokenmill: Cli, model_folder: Path, chat: Callable[..., dict[str, Any]], write_lines: Write
+) -> None:
+    path = write_lines(chat("a"))
+    ended = tokenmill("run", path, "--model", f"tiny={model_folder}", "-o", "out", "--kv-offloading-size", "1KB")
+    assert ended.code == 1
+    assert "1000 bytes of host memory for the KV cache (--kv-offloading-size) hold no block" in ended.error
