@@ -7,6 +7,7 @@ host waits for an event only when it needs the values.
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,15 +134,18 @@ class _PinnedDownload:
         return self.values.numpy()
 
 
-def lock_pages(memory: NDArray[Any]) -> None:
-    """Lock the pages of an array that a CUDA device is to copy from and to, until it is freed. (`pin_memory` of torch
-    takes up to twice the bytes, a power of two.)
+def allocate_pages(size: int) -> NDArray[np.uint8]:
+    """Allocate host memory, uint8 [size], with nothing else in its pages."""
+    return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+
+
+def lock_pages(memory: NDArray[np.uint8]) -> None:
+    """Lock the pages of `allocate_pages`, which a CUDA device is to copy from and to, until they are freed. (torch's
+    `pin_memory` takes up to twice the bytes, a power of two.)
 
     Raises:
         OutOfMemory: the system does not lock so many.
     """
-    if not memory.nbytes:
-        return
     runtime, address = torch.cuda.cudart(), memory.ctypes.data  # type: ignore[no-untyped-call]
     if (code := int(runtime.cudaHostRegister(address, memory.nbytes, 0))) != 0:
         raise OutOfMemory(

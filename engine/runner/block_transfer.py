@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.cache.block_tier import Bytes
-from engine.device_transfer import Download, PinnedTransfer, lock_pages, make_transfer
+from engine.device_transfer import Download, PinnedTransfer, allocate_pages, lock_pages, make_transfer
 from engine.plan import BlockLoad
 
 BUFFER_BYTES: Final = 32 << 20
@@ -47,7 +47,7 @@ class BlockTransfer:
         self._is_on_host = device.type == "cpu"
         self._transfer = make_transfer(device)
         self._device = device
-        self._locked: list[Bytes] = []
+        self._locked: Bytes | None = None
         self._buffer: Tensor | None = None
 
     def allocate_host(self, num_blocks: Sequence[int]) -> list[Bytes]:
@@ -56,13 +56,14 @@ class BlockTransfer:
         Raises:
             OutOfMemory: the system does not lock so many pages.
         """
-        memory = [np.empty(shape, dtype=np.uint8) for shape in zip(num_blocks, self.block_bytes, strict=True)]
+        sizes = [count * size for count, size in zip(num_blocks, self.block_bytes, strict=True)]
+        whole = allocate_pages(sum(sizes))
         if not self._is_on_host:
-            for slots in memory:
-                lock_pages(slots)
-            self._locked += memory
+            lock_pages(whole)
+            self._locked = whole
             self._buffer = torch.empty(max(BUFFER_BYTES, *self.block_bytes), dtype=torch.uint8, device=self._device)
-        return memory
+        parts = np.split(whole, np.cumsum(sizes)[:-1])
+        return [part.reshape(-1, size) for part, size in zip(parts, self.block_bytes, strict=True)]
 
     def read(self, group: int, blocks: list[int]) -> Download:
         """Copy blocks as they are after the steps submitted so far, uint8 [blocks, bytes]."""
@@ -116,7 +117,7 @@ class BlockTransfer:
             tensor.index_copy_(0, index, content[:, columns])
 
     def _is_locked(self, data: Bytes) -> bool:
-        return any(np.may_share_memory(data, slots) for slots in self._locked)
+        return self._locked is not None and np.may_share_memory(data, self._locked)
 
     def _parts(self, group: int, count: int) -> Iterator[tuple[slice, Tensor]]:
         """Divide so many blocks into parts that fit the buffer. Yields each part, and its lines of the buffer, uint8

@@ -13,6 +13,7 @@ Not simulated: streams (all work is done at once, in order), memory (there is pl
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import shutil
 import subprocess
@@ -89,6 +90,7 @@ class FakeCuda(TorchDispatchMode):
         waits: names of operations for which the host had to wait.
         launches: names of operations and of Triton's kernels that the device computed; views and new memory are none.
         recording: a graph is being recorded: the host may not wait, and nothing may come from it.
+        locked: bytes of host memory that are page-locked, by address.
     """
 
     def __init__(self) -> None:
@@ -96,7 +98,15 @@ class FakeCuda(TorchDispatchMode):
         self.waits: list[str] = []
         self.launches: list[str] = []
         self.recording = False
+        self.locked: dict[int, int] = {}
         self._pending_copies: list[tuple[Tensor, Tensor]] = []
+
+    def lock_pages(self, address: int, size: int, flags: int) -> int:
+        """Stand for cudaHostRegister: pages are locked once."""
+        assert address % mmap.PAGESIZE == 0, "the first page is shared with other memory"
+        assert address not in self.locked
+        self.locked[address] = size
+        return 0
 
     def finish_copies(self) -> None:
         """Complete the copies to the host that are under way."""
@@ -311,7 +321,7 @@ def fake_cuda(
         "empty_cache": lambda: None, "mem_get_info": lambda device=None: (total - (1 << 30), total),
         "memory_reserved": lambda device=None: 0, "reset_peak_memory_stats": lambda device=None: None,
         "max_memory_allocated": lambda device=None: 1 << 30, "current_stream": lambda at=None: _ComputeStream(device),
-        "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: 0),
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=device.lock_pages, cudaHostUnregister=device.locked.pop),
         "_sleep": lambda cycles: None, "Stream": _Stream, "Event": lambda **_: _Event(device),
         "stream": lambda stream: ExitStack(), "device": lambda device: ExitStack(),
     }  # fmt: skip

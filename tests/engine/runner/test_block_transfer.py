@@ -103,3 +103,15 @@ def test_a_slot_is_free_again_once_the_step_that_loads_it_was_submitted() -> Non
     tiers.load([BlockLoad(0, 5, data)])
     tiers.store_evicted([BlockStore(2, key(2))])
     assert host.contains(key(2))
+
+
+@needs_fake
+def test_the_memory_of_all_groups_is_page_locked_until_it_is_freed() -> None:
+    with fake_cuda(triton=False) as device:
+        blocks = BlockTransfer(tensors(DEVICE))
+        host = HostTier(blocks.allocate_host([5, 3]))
+        assert list(device.locked.values()) == [5 * blocks.block_bytes[0] + 3 * blocks.block_bytes[1]]
+        del blocks
+        assert device.locked
+        del host
+        assert not device.locked
