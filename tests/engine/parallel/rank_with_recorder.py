@@ -22,6 +22,7 @@ from engine.attention.reference import ReferenceStep
 from engine.parallel import rank
 from engine.parallel.process_group import RankGroup
 from engine.runner import graphs
+from engine.runner.graphs import Recorder, Replay
 from tests.engine.runner.fake_cuda import DEVICE as FAKE_DEVICE
 from tests.engine.runner.fake_cuda import DeviceTensor, FakeCuda, fake_cuda, host_tensor
 from tests.engine.runner.test_graphs import FakeRecorder, PoisonedPadding
@@ -29,7 +30,7 @@ from tests.engine.runner.test_graphs import FakeRecorder, PoisonedPadding
 MODULE = "tests.engine.parallel.rank_with_recorder"
 EVENTS, FAILURE, DEVICE = "TEST_RANK_EVENTS", "TEST_RANK_FAILURE", "TEST_RANK_DEVICE"
 """Environment: the file of events; "before N" or "after N": recording graph N fails, before or after the forward pass
-is computed; "cuda": the process has a fake CUDA device."""
+is computed (with a fake device: N, after that); "cuda": the process has a fake CUDA device."""
 
 
 class LoggedAttention(PoisonedPadding):
@@ -70,6 +71,21 @@ class LoggedRecorder(FakeRecorder):
             return replay()
 
         return logged
+
+
+class RefusingRecorder:
+    """Records as `inner` does, but for graph `number`, which it refuses when its forward pass was computed."""
+
+    def __init__(self, inner: Recorder, number: int) -> None:
+        self._inner = inner
+        self._number = number
+
+    def record(self, run: Callable[[], Tensor]) -> Replay:
+        self._number -= 1
+        replay = self._inner.record(run)
+        if self._number == 0:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return replay
 
 
 class EventFile:
@@ -119,13 +135,15 @@ def recorder_of(events: Any, failure: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def fake_device() -> Iterator[FakeCuda]:
-    """Within this context the process has a fake CUDA device, and its rank group too."""
+def fake_device(refused: int = 0) -> Iterator[FakeCuda]:
+    """Within this context the process has a fake CUDA device, and its rank group too. `refused`: the number of a graph
+    that it can't record as a rank; 0: it records all."""
     with fake_cuda() as device, ExitStack() as patches:
         for module in ("rank", "rank_group"):
             patches.enter_context(mock.patch(f"engine.parallel.{module}.RankGroup", HostGroup))
             patches.enter_context(mock.patch(f"engine.parallel.{module}.rank_device", return_value=FAKE_DEVICE))
-        patches.enter_context(mock.patch("engine.parallel.rank.make_recorder", graphs.make_recorder))  # the fake one
+        recorder = RefusingRecorder(graphs.make_recorder(FAKE_DEVICE), refused)  # the fake one
+        patches.enter_context(mock.patch("engine.parallel.rank.make_recorder", return_value=recorder))
         patches.enter_context(mock.patch.object(torch.cuda, "device_count", return_value=2))
         yield device
 
@@ -133,7 +151,7 @@ def fake_device() -> Iterator[FakeCuda]:
 if __name__ == "__main__":
     with ExitStack() as stack:
         if os.environ.get(DEVICE) == "cuda":
-            stack.enter_context(fake_device())
+            stack.enter_context(fake_device(int(os.environ.get(FAILURE, "0"))))
         else:
             stack.enter_context(recorder_of(EventFile(Path(os.environ[EVENTS])), os.environ.get(FAILURE, "")))
         rank.main()

@@ -18,6 +18,7 @@ from engine.errors import EngineError, EngineLost
 from engine.parallel.messages import Done, DropGraphs, RecordGraph
 from engine.parallel.rank import RankWorker
 from engine.parallel.rank_group import RankGroupProcesses
+from engine.runner.buckets import GraphBuckets
 from tests.engine.parallel import rank_with_recorder
 from tests.engine.parallel.rank_with_recorder import fake_device, recorder_of
 from tests.engine.runner.test_async_loop import answers, check_idle, plain_work, prompt, workload
@@ -248,25 +249,31 @@ def test_four_ranks_replay_the_same_graphs_ahead(events: list[str], tiny_models:
 
 
 @pytest.mark.exhaustive
-def test_on_cuda_devices_steps_are_ahead_and_replay_graphs(
-    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+def test_on_cuda_devices_steps_are_ahead_and_replay_graphs_where_all_ranks_have_them(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fake ones, with Triton's kernels in their interpreter: on each rank, nothing that is recorded needs the host."""
+    """Fake ones, with Triton's kernels in their interpreter: on each rank, nothing that is recorded needs the host. The
+    other rank can't record the second engine's second graph."""
     pytest.importorskip("triton", reason="NOT TESTED HERE: Triton's kernels; triton is not installed")
     path, work = tiny_model("llama"), list(islice(plain_work(), 4))
     want = answers(load(path, None), work)
+    refused = len(GraphBuckets(5, 24, 8, shared=True).shapes) + 2
     monkeypatch.setattr("engine.parallel.rank_group.RANK_MODULE", rank_with_recorder.MODULE)
     monkeypatch.setenv(rank_with_recorder.DEVICE, "cuda")
+    monkeypatch.setenv(rank_with_recorder.FAILURE, str(refused))
     with fake_device() as device:
         rank_group = ranks(device="cuda")
         try:
-            engine = load(path, rank_group, device="cuda", attention="auto", max_graph_tokens=8)
-            assert engine.attention_name == "triton"
-            device.waits.clear()
-            assert answers(engine, work) == want
-            assert device.waits == []
-            stats = engine.stats()
-            assert stats.steps_recorded > stats.steps / 3
-            assert stats.steps_ahead >= stats.steps - 2
+            for graphs in (True, False):
+                engine = load(path, rank_group, device="cuda", attention="auto", max_graph_tokens=8)
+                assert engine.attention_name == "triton"
+                device.waits.clear()
+                assert answers(engine, work) == want
+                assert device.waits == []
+                stats = engine.stats()
+                assert (stats.steps_recorded > stats.steps / 3) == graphs
+                assert stats.steps_ahead >= stats.steps - 2
+            assert stats.steps_recorded == 0
+            assert "rank 1: EngineError: steps of" in capsys.readouterr().out
         finally:
             rank_group.close()

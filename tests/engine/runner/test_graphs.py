@@ -232,6 +232,58 @@ def test_an_engine_whose_ranks_are_lost_does_not_start_without_graphs(
         make_graphs(EngineConfig(), model, attention, 4, torch.device("cuda"), lose)
 
 
+class SharesAtWill(ReferenceAttention):
+    """The oracle, which finds what a test says, and logs how it is filled."""
+
+    can_share = True
+
+    def __init__(self, layout: KVLayout) -> None:
+        super().__init__(layout, torch.float32, torch.device("cpu"))
+        self.found: Any = None
+        self.filled: list[tuple[int, Any]] = []
+        self.reserve_shared = self.reserve
+
+    def find_shared(self, batch: AttentionBatch) -> Any:
+        return self.found
+
+    def refill_shared(self, step: ReferenceStep, batch: AttentionBatch, shared: Any) -> None:
+        self.filled.append((len(step.slots[0]), shared))
+        super().refill(step, batch)
+
+    def refill(self, step: ReferenceStep, batch: AttentionBatch) -> None:
+        self.filled.append((len(step.slots[0]), "plain"))
+        super().refill(step, batch)
+
+
+@pytest.mark.parametrize("here", ["a prefix", None])
+@pytest.mark.parametrize("there", ["a prefix", None])
+def test_another_ranks_choice_of_a_graph_decides_its_size(here: str | None, there: str | None) -> None:
+    """Collective operations of different sizes would wait for ever, or sum what doesn't belong together."""
+    layout = KVLayout((CacheGroup((0,), None, 4),), block_size=4, num_kv_heads=1, head_dim=8)
+    model: Any = SimpleNamespace(forward=lambda ids, positions, attend, lengths: (ids * 10.0 + positions)[:, None])
+    buckets, ids = GraphBuckets(6, 24, 16, shared=True), torch.arange(1, 3)
+    ones = np.ones(2, dtype=np.int32)
+    batch = AttentionBatch(ones, ones, 2, (np.ones((2, 2), np.int32),), (np.arange(2),))
+    ranks = []
+    for found in (here, there):
+        attention = SharesAtWill(layout)
+        graphs = Graphs(model, attention, buckets, 2, FakeRecorder(), torch.device("cpu"))
+        for shape in graphs.shapes:
+            graphs.record(shape)
+        attention.found = found
+        attention.filled.clear()
+        ranks.append((graphs, attention))
+    (leader, own), (other, others) = ranks
+    shape = leader.pick(rows=2, num_tokens=2, num_decodes=2)
+    assert shape is not None
+    chosen = shape if here is None else buckets.sharing(shape)
+    assert chosen.tokens == (2 if here is None else 4)
+    wanted = leader.forward(shape, ids, ids, batch)
+    assert own.filled == [(chosen.tokens, "plain" if here is None else here)]
+    assert other.replay_chosen(other.shapes.index(chosen), ids, ids, batch).tolist() == wanted.tolist()
+    assert others.filled == [(chosen.tokens, "plain" if here is None else there)]
+
+
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 128, 300, 1000, 4096])
 def test_sizes_go_up_to_the_most_and_waste_little(most: int) -> None:
     for sizes in (decode_sizes(most), mixed_sizes(most)):
