@@ -179,6 +179,38 @@ def decoder_builder(
     return NativeBuilder(native, config.quantize, ShapeTable(native, dtype) if config.quantize == "int8" else None)
 
 
+def plan_groups(
+    config: EngineConfig,
+    model: CausalModel,
+    limit: int,
+    device: torch.device,
+    kv_dtype: KVDType,
+    drafts: ModelSpec | None,
+    *,
+    native: bool,
+) -> tuple[EngineConfig, tuple[CacheGroup, ...]]:
+    """Return the groups of the cache, and the settings with the size of a step that fits beside it.
+
+    Args:
+        limit: maximum tokens of a sequence.  drafts: of the model that drafts.  native: by the CPU's kernels.
+
+    Raises:
+        OutOfMemory: the cache does not fit.
+    """
+
+    def plan(config: EngineConfig) -> tuple[CacheGroup, ...]:
+        cache = config.cache
+        if device.type == "cuda" and cache.memory_bytes is None and cache.num_blocks is None:
+            use = measure(model, config.schedule, device)
+            cache = replace(cache, memory_bytes=cache_budget(use, cache.gpu_memory_utilization))
+        return plan_cache(model.spec, cache, config.schedule, limit, device, kv_dtype, drafts, native=native)
+
+    if device.type != "cuda":
+        return config, plan(config)
+    make_memory_release(device)()
+    return fit_step_size(config, choose_for_device(config, model.spec, device, kv_dtype=kv_dtype), plan)
+
+
 def _cache_dtype(config: EngineConfig, wanted: KVDType | None, native: bool, device: torch.device) -> KVDType:
     """Return the KV cache's dtype: the settings' one, else the checkpoint's (`wanted`), where a kernel supports it."""
     if config.kv_dtype != "auto" or wanted is None:
@@ -305,22 +337,8 @@ class Engine:
         )  # fmt: skip
         config = replace(config, cache=replace(config.cache, block_size=chosen.block_size))
 
-        def plan(config: EngineConfig) -> tuple[CacheGroup, ...]:
-            cache = config.cache
-            if device.type == "cuda" and cache.memory_bytes is None and cache.num_blocks is None:
-                use = measure(model, config.schedule, device)
-                cache = replace(cache, memory_bytes=cache_budget(use, cache.gpu_memory_utilization))
-            return plan_cache(
-                spec, cache, config.schedule, limit, device, kv_dtype, None if drafter is None else drafter.spec,
-                native=native is not None,
-            )  # fmt: skip
-
-        if device.type == "cuda":
-            make_memory_release(device)()
-            size = choose_for_device(config, spec, device, kv_dtype=kv_dtype)
-            config, groups = fit_step_size(config, size, plan)
-        else:
-            groups = plan(config)
+        drafts = None if drafter is None else drafter.spec
+        config, groups = plan_groups(config, model, limit, device, kv_dtype, drafts, native=native is not None)
         kv_kind = ElementKind.I8 if kv_dtype == "int8" else None
 
         def attend(layout: KVLayout) -> AttentionBackend:
