@@ -527,11 +527,11 @@ def test_a_stopped_worker_finishes_requests_within_its_grace_and_hands_back_the_
     host: Any, kit: Any, work: Any
 ) -> None:
     lane = MemoryLane(CLOCK, LaneSettings(worker_timeout_seconds=60.0))  # no worker counts as dead here
-    (one, _), (other, _) = host(step_seconds=0.02), host(step_seconds=0.02)
-    quick = request(one, kit.chat("quick", max_tokens=15, ignore_eos=True), "quick")
+    (one, _), (other, _) = host(step_seconds=0.05), host(step_seconds=0.005)
+    quick = request(one, kit.chat("quick", max_tokens=5, ignore_eos=True), "quick")
     long = request(one, kit.chat("long", max_tokens=100, ignore_eos=True), "long")
     alone = [alike(body) for body in as_rows(kit, host()[0], [quick.body, long.body])]
-    first = work(one, "w1", on=lane, grace_seconds=0.6)
+    first = work(one, "w1", on=lane, grace_seconds=1.0)  # the long request takes five times as long
     begun = [answer(lane, each, CLOCK, CALL) for each in (quick, long)]
     received = [[next(events)] for events in begun]
     work(other, "w2", on=lane)
