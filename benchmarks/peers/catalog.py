@@ -22,7 +22,7 @@ class Setting:
 
     `precision` names that of weights and products: what has one name is compared like with like. `options` go to the
     runner as JSON. In values of `env`, `{cpus}` becomes the list of processors (as in `0-1`). `preload` names shared
-    libraries that are loaded before all others, where the machine has them.
+    libraries that are loaded before all others; without them there is no result.
     """
 
     name: str

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.peers import process
 from benchmarks.peers.catalog import Peer, Setting
-from benchmarks.peers.environments import find_libraries, first_error, last_line
+from benchmarks.peers.environments import Unavailable, find_libraries, first_error, last_line
 from benchmarks.peers.outcomes import Measured, WrongCount, check_lengths, last_json
 from benchmarks.workload import Prompt
 
@@ -88,7 +88,10 @@ def run_peer(bench: Bench, peer: Peer, setting: Setting, python: Path, model: Pa
     command += ["--threads", str(len(bench.cpus)), "--options", json.dumps(dict(setting.options))]
     command += [] if peer.warmup is None else ["--warmup", str(peer.warmup)]
     env = {name: value.format(cpus=processor_list(bench.cpus)) for name, value in setting.env.items()}
-    libraries = find_libraries(setting.preload, python)
+    try:
+        libraries = find_libraries(setting.preload, python)
+    except Unavailable as error:
+        raise Failed(str(error)) from error
     if libraries:
         env["LD_PRELOAD"] = ":".join(map(str, libraries))
     done = bench.run(f"{peer.name}-{setting.name}", command, env)
@@ -96,7 +99,5 @@ def run_peer(bench: Bench, peer: Peer, setting: Setting, python: Path, model: Pa
         result = last_json(done.stdout)
     except ValueError as error:
         raise Failed(f"{error}; its last line: {last_line(done.log)}") from error
-    # A library that is missing is reported: without it the peer is slower.
     result["preloaded"] = [path.name for path in libraries]
-    result["not_preloaded"] = [name for name in setting.preload if name not in result["preloaded"]]
     return bench.measured(result, done)

@@ -91,7 +91,12 @@ def prepare(
 
 
 def find_libraries(names: Sequence[str], python: Path) -> list[Path]:
-    """Shared libraries by file name: in the environment of `python`, then where the system keeps its own."""
+    """Shared libraries by file name: in the environment of `python`, then where the system keeps its own.
+
+    Raises `Unavailable` if one is missing: without it the peer would be slower than at its best.
+    """
     places = [python.parents[1] / "lib", *Path("/usr/lib").glob("*-linux-gnu"), Path("/usr/lib64"), Path("/usr/lib")]
-    found = (next((place / name for place in places if (place / name).exists()), None) for name in names)
+    found = [next((place / name for place in places if (place / name).exists()), None) for name in names]
+    if missing := [name for name, path in zip(names, found, strict=True) if path is None]:
+        raise Unavailable(f"{', '.join(missing)}: not installed (tcmalloc: apt-get install libtcmalloc-minimal4)")
     return [path for path in found if path is not None]

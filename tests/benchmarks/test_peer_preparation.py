@@ -106,7 +106,9 @@ def test_libraries_are_looked_for_in_the_environment_first(tmp_path: Path) -> No
     library.parent.mkdir()
     library.touch()
 
-    assert find_libraries(("libiomp5.so", "libnothing.so.9"), tmp_path / "bin" / "python") == [library]
+    assert find_libraries(("libiomp5.so",), tmp_path / "bin" / "python") == [library]
+    with pytest.raises(Unavailable, match=r"libnothing\.so\.9: not installed"):
+        find_libraries(("libiomp5.so", "libnothing.so.9"), tmp_path / "bin" / "python")
 
 
 def forms(tmp_path: Path, model: Path, gguf: Path | None = None) -> Forms:

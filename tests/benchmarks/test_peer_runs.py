@@ -116,7 +116,14 @@ def test_a_peers_run_gives_its_rate_after_a_warm_up_that_shares_no_prefix(bench:
     assert result.output_tokens == 2 + 3 + 4 + 5
     assert result.rate == pytest.approx(14 / result.wall_seconds)
     assert result.peak_rss_bytes > 1_000_000
-    assert result.details["not_preloaded"] == []
+    assert result.details["preloaded"] == []
+
+
+def test_a_peer_that_lacks_a_library_of_its_best_setting_has_no_result(bench: Bench, tmp_path: Path) -> None:
+    best = Setting("best", "", "any", "bf16", preload=("libnothing.so.9",))
+
+    with pytest.raises(Failed, match=r"libnothing\.so\.9: not installed"):
+        run_peer(bench, echo(tmp_path), best, Path(sys.executable), tmp_path)
 
 
 def test_a_peer_that_makes_one_token_too_few_has_no_result(bench: Bench, tmp_path: Path) -> None:
