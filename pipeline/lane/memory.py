@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.lane.ports import NO_SHARES, LaneFull, LaneSettings, TenantShares, full_message
+from pipeline.lane.ports import (
+    ADDRESSED_TO_ANY,
+    NO_SHARES,
+    LaneFull,
+    LaneQueue,
+    LaneSettings,
+    TenantShares,
+    full_message,
+)
 from pipeline.ports import Clock, PipelineError
 from schemas.workers.lane import (
     EndEvent,
@@ -16,6 +25,7 @@ from schemas.workers.lane import (
     LaneRequest,
     Position,
     closes_attempt,
+    is_addressed,
     position_of,
     request_json,
 )
@@ -27,6 +37,7 @@ class _Call:
     it."""
 
     request: LaneRequest
+    sent_at: float
     wanted_until: float
     events: deque[LaneEvent]
     owner: str | None = None
@@ -37,6 +48,16 @@ class _Call:
     @property
     def is_waiting(self) -> bool:
         return not self.answering and not self.ended
+
+    @property
+    def queue(self) -> str:
+        """The sub-queue where it waits: it is addressed to no worker any more once one has taken it."""
+        return "" if self.owner is not None and is_addressed(self.request.queue) else self.request.queue
+
+    def waits_in(self, queue: LaneQueue) -> bool:
+        """Whether it waits in this queue when it has no worker."""
+        names = (ADDRESSED_TO_ANY, self.queue) if is_addressed(self.queue) else (self.queue,)
+        return self.request.model == queue.model and queue.name in names
 
 
 class MemoryLane:
@@ -72,7 +93,7 @@ class MemoryLane:
             tenants = {call.request.tenant for call in self._calls.values()}
             self._turns = {tenant: turn for tenant, turn in self._turns.items() if tenant in tenants}
             self._turns.setdefault(request.tenant, self._next_turn())
-            self._calls[request.id] = _Call(request, now + self._wanted_for(request), events)
+            self._calls[request.id] = _Call(request, now, now + self._wanted_for(request), events)
             self._changed.notify_all()
 
     def read(self, after: Mapping[str, Position], timeout: float) -> list[LaneEvent]:
@@ -110,13 +131,17 @@ class MemoryLane:
     # -- the workers' side
 
     def take(
-        self, worker: str, models: Sequence[str], most: int, timeout: float, shares: TenantShares
+        self, worker: str, queues: Sequence[LaneQueue], most: int, timeout: float, shares: TenantShares
     ) -> list[LaneRequest]:
         """See `LaneWorker.take`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._may_take(models, shares), timeout)
+            until = self._clock.monotonic() + timeout
+            while (due := self._seconds_until_due(queues, shares)) > 0:
+                if (left := until - self._clock.monotonic()) <= 0:
+                    break
+                self._changed.wait(min(left, due))
             now = self._clock.monotonic()
-            taken = self._choose(models, most, shares)
+            taken = self._choose(queues, most, shares)
             for call in taken:
                 call.owner, call.alive_until = worker, now + self._settings.worker_timeout_seconds
             return [call.request for call in taken]
@@ -160,12 +185,10 @@ class MemoryLane:
             call.ended, call.wanted_until = True, now + self._settings.retention_seconds
         return True
 
-    def _free(self, models: Sequence[str]) -> Iterator[_Call]:
+    def _free(self) -> list[_Call]:
         """Requests without a worker, or whose worker fell silent before it began to answer."""
         now = self._forget_old()
-        for call in self._calls.values():
-            if call.is_waiting and call.request.model in models and (call.owner is None or call.alive_until < now):
-                yield call
+        return [call for call in self._calls.values() if call.is_waiting and (not call.owner or call.alive_until < now)]
 
     def _check_room(self, request: LaneRequest) -> None:
         """Raise `LaneFull` when no further request of the tenant may wait for the model."""
@@ -178,18 +201,38 @@ class MemoryLane:
         if tenants.total() >= bounds.max_waiting or own >= bounds.max_waiting_per_tenant:
             raise LaneFull(full_message(request, bounds, own))
 
-    def _may_take(self, models: Sequence[str], shares: TenantShares) -> bool:
-        return any(shares.held.get(call.request.tenant, 0) < shares.max_each for call in self._free(models))
+    def _seconds_until_due(self, queues: Sequence[LaneQueue], shares: TenantShares) -> float:
+        """Seconds until a request that is there now may be taken; 0: one may be now."""
+        now, seconds = self._clock.monotonic(), math.inf
+        for call in self._free():
+            if shares.held.get(call.request.tenant, 0) >= shares.max_each:
+                continue
+            waits = (queue.min_wait_seconds for queue in queues if call.waits_in(queue))
+            seconds = min(seconds, call.sent_at + min(waits, default=math.inf) - now)
+            if seconds <= 0:
+                return 0.0
+        return seconds
 
-    def _choose(self, models: Sequence[str], most: int, shares: TenantShares) -> list[_Call]:
-        """Choose up to `most` free requests, by tenant (see `TenantShares`)."""
-        waiting: dict[str, deque[_Call]] = {}
-        for call in self._free(models):
-            waiting.setdefault(call.request.tenant, deque()).append(call)
-        held = Counter(shares.held)
+    def _choose(self, queues: Sequence[LaneQueue], most: int, shares: TenantShares) -> list[_Call]:
+        """Choose up to `most` free requests, by queue, and within a queue by tenant (see `TenantShares`)."""
+        held, free, now = Counter(shares.held), self._free(), self._clock.monotonic()
         chosen: list[_Call] = []
+        for queue in queues:
+            waiting: dict[str, deque[_Call]] = {}
+            known = {call.request.id for call in chosen}
+            for call in free:
+                is_due = call.sent_at + queue.min_wait_seconds <= now
+                if is_due and call.waits_in(queue) and call.request.id not in known:
+                    waiting.setdefault(call.request.tenant, deque()).append(call)
+            self._choose_by_tenant(waiting, most, held, shares.max_each, chosen)
+        return chosen
+
+    def _choose_by_tenant(
+        self, waiting: dict[str, deque[_Call]], most: int, held: Counter[str], max_each: int, chosen: list[_Call]
+    ) -> None:
+        """Move requests of one queue to `chosen` until these are `most`."""
         while len(chosen) < most:
-            ready = [tenant for tenant in waiting if held[tenant] < shares.max_each]
+            ready = [tenant for tenant in waiting if held[tenant] < max_each]
             if not ready:
                 break
             tenant = min(ready, key=lambda name: (held[name], self._turns[name]))
@@ -198,7 +241,6 @@ class MemoryLane:
             self._turns[tenant] = self._next_turn()
             if not waiting[tenant]:
                 del waiting[tenant]
-        return chosen
 
     def _next_turn(self) -> int:
         self._last_turn += 1
@@ -234,21 +276,21 @@ class MemoryLaneWorker:
 
     def __init__(self, lane: MemoryLane, name: str) -> None:
         self._lane = lane
-        self._name = name
+        self.name = name
 
     def take(
-        self, models: Sequence[str], most: int, timeout: float, shares: TenantShares = NO_SHARES
+        self, queues: Sequence[LaneQueue], most: int, timeout: float, shares: TenantShares = NO_SHARES
     ) -> list[LaneRequest]:
-        """Up to `most` requests for these models, fairly by tenant, or none after `timeout` seconds."""
-        return self._lane.take(self._name, models, most, timeout, shares)
+        """Up to `most` requests, or none after `timeout` seconds; see `LaneWorker.take`."""
+        return self._lane.take(self.name, queues, most, timeout, shares)
 
     def emit(self, events: Sequence[LaneEvent]) -> frozenset[str]:
         """Send events; returns the requests that are no longer wanted from this worker."""
-        return self._lane.emit(self._name, events)
+        return self._lane.emit(self.name, events)
 
     def hold(self, requests: Collection[str]) -> frozenset[str]:
         """Report that the worker lives and holds these; returns those that are no longer wanted from it."""
-        return self._lane.hold(self._name, requests)
+        return self._lane.hold(self.name, requests)
 
     def close(self) -> None:
         """Nothing to close."""

@@ -1,5 +1,8 @@
 """The lane: carries requests whose caller waits straight to a worker's running batch, and streams tokens back.
 
+A model's requests wait in sub-queues: the general one, those of requests that are addressed to one worker, and
+`DECODE`. They are a preference of where to compute, no more: all bounds, counts and guarantees are the model's.
+
 Nothing here is durable. The caller owns its request: it sends it, reads events by position, and, if the lane or a
 worker lost it, sends the next attempt with the tokens received so far (`LaneStream`, `pipeline.lane.client`). A request
 is wanted as long as the lane has it with this attempt: a cancel, a deadline, a later attempt or an emptied server all
@@ -13,7 +16,16 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from pipeline.ports import PipelineError
-from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, Position, TokensEvent, position_of
+from schemas.workers.lane import (
+    ADDRESSED_MARK,
+    EndEvent,
+    ErrorEvent,
+    LaneEvent,
+    LaneRequest,
+    Position,
+    TokensEvent,
+    position_of,
+)
 
 START: Final = Position(0, 0)
 """The position before all events."""
@@ -101,14 +113,42 @@ NO_SHARES: Final = TenantShares()
 """No requests are held."""
 
 
+ADDRESSED_TO_ANY: Final = ADDRESSED_MARK
+"""The name of all of a model's sub-queues of addressed requests together. A worker takes its own requests from the
+sub-queue `addressed_to` itself first, and those of others from this one after `min_wait_seconds`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneQueue:
+    """A sub-queue of a model, as a worker takes from it.
+
+    Attributes:
+        model: `ModelPin.key`.
+        name: as in `LaneRequest.queue`, or `ADDRESSED_TO_ANY`.
+        min_wait_seconds: how long a request must have waited before the worker may take it.
+    """
+
+    model: str
+    name: str = ""
+    min_wait_seconds: float = 0.0
+
+
 class LaneWorker(Protocol):
     """A worker's side. Calls raise `ServiceUnavailable` when the lane can't be reached."""
 
+    @property
+    def name(self) -> str:
+        """The worker's name."""
+        ...
+
     def take(
-        self, models: Sequence[str], most: int, timeout: float, shares: TenantShares = NO_SHARES
+        self, queues: Sequence[LaneQueue], most: int, timeout: float, shares: TenantShares = NO_SHARES
     ) -> list[LaneRequest]:
-        """Up to `most` requests for these models, fairly by tenant, or none after `timeout` seconds. A request whose
-        worker fell silent before it began to answer is handed out again."""
+        """Up to `most` requests, or none after `timeout` seconds: of each model from the first queue that has some,
+        then from the next, and within a queue fairly by tenant. Of several models each comes first in turn.
+
+        A request whose worker fell silent before it began to answer is handed out again. If it was addressed to a
+        worker it is addressed to none then."""
         ...
 
     def emit(self, events: Sequence[LaneEvent]) -> frozenset[str]:
@@ -182,10 +222,11 @@ class LaneStream:
         return event
 
     def again(self) -> LaneRequest:
-        """Start the next attempt, which continues after the received tokens; from now on only its events count."""
+        """Start the next attempt, which continues after the received tokens; from now on only its events count. It is
+        addressed to no worker."""
         choices = range(max(self._tokens, default=-1) + 1)
         tokens = tuple(tuple(self._tokens.get(choice, ())) for choice in choices)
-        self.request = replace(self.request, attempt=self.request.attempt + 1, tokens=tokens)
+        self.request = replace(self.request, attempt=self.request.attempt + 1, tokens=tokens, queue="")
         self.position, self._next = Position(self.request.attempt - 1, 2**53 - 1), 0
         return self.request
 

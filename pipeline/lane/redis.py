@@ -1,7 +1,7 @@
 """The lane on Redis Streams: the caller's side (`RedisLaneWorker` is the other).
 
-    queue:MODEL:TENANT  zset    requests without a worker, by the time of sending (microseconds, unique)
-    turns:MODEL         zset    tenants with a queue, by the time when one of their requests was taken last
+    queue:QUEUE:TENANT  zset    requests without a worker, by the time of sending (microseconds, unique)
+    turns:QUEUE         zset    tenants with a queue, by the time when one of their requests was taken last
     waiting:MODEL       zset    all requests whose answer hasn't begun, by when their worker counts as dead (0: none)
     callers:MODEL       zset    TENANT\\0ID of waiting requests, by when their callers count as dead
     sent:MODEL          stream  the last request that was sent: idle workers wait for the next
@@ -10,6 +10,9 @@
     alive:ID            string  a worker holds the request; its TTL is the lifetime
     events:ID           stream  the answer. An event's id is ATTEMPT-SEQUENCE, so Redis itself keeps them in order,
                                 drops repetitions, and refuses events of an attempt that a later one has replaced
+
+QUEUE is MODEL for the general sub-queue, else MODEL/NAME. A request that is addressed to a worker waits both in
+MODEL/@WORKER and in MODEL/@, from which other workers take it when it has waited long enough.
 
 Each step is one Lua script, so it is atomic, and any number of workers and gateways see one order. Every key has a TTL
 and both streams are bounded: the caller detects losses, and sends again. The keys of a request may be on any cluster
@@ -49,6 +52,7 @@ class RedisLane:
         self._clock = clock
         self._settings = settings or LaneSettings()
         self.unreadable = 0
+        self._prefix = self._client.key("lane", "")
         self._send = self._client.script(SEND)
         self._count = self._client.script(COUNT)
         self._cancel = self._client.script(CANCEL)
@@ -67,9 +71,12 @@ class RedisLane:
         wanted, bounds = milliseconds(self._wanted_for(request)), self._settings
         with self._client.translate_errors("send a request"):
             outcome: Any = self._send(
-                keys=[keys.wanted, keys.waiting, keys.turns, keys.sent, keys.queue, keys.callers],
+                keys=[keys.wanted, keys.waiting, keys.sent, keys.callers],
                 args=[
+                    self._prefix,
+                    request.model,
                     request.id,
+                    request.queue,
                     request.tenant,
                     request.attempt,
                     body,
@@ -78,7 +85,6 @@ class RedisLane:
                     bounds.max_waiting,
                     bounds.max_waiting_per_tenant,
                     milliseconds(bounds.client_timeout_seconds),
-                    *self._prefixes(request.model),
                 ],
             )
         if outcome in (b"full", b"tenant full"):
@@ -107,7 +113,8 @@ class RedisLane:
         keys = keys_of(self._client, request)
         with self._client.translate_errors("cancel a request"):
             self._cancel(
-                keys=[keys.wanted, keys.waiting, keys.alive, keys.queue, keys.turns], args=[request.id, request.tenant]
+                keys=[keys.wanted, keys.waiting, keys.alive],
+                args=[self._prefix, request.model, request.id, request.queue, request.tenant],
             )
 
     def lost(self, requests: Collection[LaneRequest]) -> frozenset[str]:
@@ -129,17 +136,13 @@ class RedisLane:
         names = list(models)
         with self._client.translate_errors("count requests"), self._client.raw.pipeline(transaction=False) as pipe:
             for model in names:
-                keys = [self._client.key("lane", kind, model) for kind in ("waiting", "turns", "callers")]
-                self._count(keys=keys, args=self._prefixes(model), client=pipe)
+                keys = [self._client.key("lane", kind, model) for kind in ("waiting", "callers")]
+                self._count(keys=keys, args=[self._prefix, model], client=pipe)
             return dict(zip(names, pipe.execute() if names else [], strict=True))
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
-
-    def _prefixes(self, model: str) -> list[str]:
-        """Key prefixes of queues and of wanted requests."""
-        return [self._client.key("lane", *name, "") for name in (("queue", model), ("wanted",))]
 
     def _wanted_for(self, request: LaneRequest) -> float:
         """Seconds for which the request is wanted."""

@@ -1,158 +1,217 @@
 """The Lua scripts of the lane on Redis: each is one step of a request's life cycle, and is atomic.
 
 The work of a script is bounded by its arguments: it reads so many tenants, takes so many requests, drops so many
-expired ones, each at O(log n).
+expired ones, each at O(log n). Scripts that change queues get the prefix of the lane's keys and the model as their
+first arguments, and make the keys of queues themselves: a request may wait in another queue than it was sent to.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+# A request that is addressed to a worker ("@NAME") waits in that worker's queue and in the one of all such requests
+# ("@"), from which other workers take it.
+_QUEUES: Final = """
+local lane, model = ARGV[1], ARGV[2]
+local function is_addressed(name) return string.sub(name, 1, 1) == '@' end
+local function of_queue(kind, name) return lane .. kind .. ':' .. model .. (name == '' and '' or '/' .. name) end
+local function queue_of(name, tenant) return of_queue('queue', name) .. ':' .. tenant end
+local function turns_of(name) return of_queue('turns', name) end
+local function queues_of(name) return is_addressed(name) and {name, '@'} or {name} end
+local function extend(key, ttl)
+  if redis.call('PTTL', key) < tonumber(ttl) then redis.call('PEXPIRE', key, ttl) end
+end
+local function enqueue(name, tenant, id, number, ttl)
+  for _, each in ipairs(queues_of(name)) do
+    redis.call('ZADD', queue_of(each, tenant), number, id)
+    redis.call('ZADD', turns_of(each), 'NX', number, tenant)
+    extend(queue_of(each, tenant), ttl)
+    extend(turns_of(each), ttl)
+  end
+end
+local function dequeue(name, tenant, id)
+  for _, each in ipairs(queues_of(name)) do
+    redis.call('ZREM', queue_of(each, tenant), id)
+    if redis.call('EXISTS', queue_of(each, tenant)) == 0 then redis.call('ZREM', turns_of(each), tenant) end
+  end
+end
+"""
+
 # Drops requests whose answer hasn't begun and whose callers have been silent for their lifetime.
-_DROP_ABANDONED: Final = """
-local function drop_abandoned(callers, waiting, turns, queue_prefix, wanted_prefix, now)
+_DROP_ABANDONED: Final = (
+    _QUEUES
+    + """
+local function drop_abandoned(callers, waiting, now)
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', callers, '-inf', now, 'LIMIT', 0, 256)) do
     redis.call('ZREM', callers, member)
     local middle = string.find(member, '\\0', 1, true)
     local tenant, id = string.sub(member, 1, middle - 1), string.sub(member, middle + 1)
     if redis.call('ZREM', waiting, id) == 1 then
-      redis.call('DEL', wanted_prefix .. id)
-      redis.call('ZREM', queue_prefix .. tenant, id)
-      if redis.call('EXISTS', queue_prefix .. tenant) == 0 then redis.call('ZREM', turns, tenant) end
+      dequeue(redis.call('HGET', lane .. 'wanted:' .. id, 'queue') or '', tenant, id)
+      redis.call('DEL', lane .. 'wanted:' .. id)
     end
   end
 end
 """
+)
 
-# KEYS: 1 wanted, 2 waiting, 3 turns, 4 sent, 5 queue, 6 callers.
-# ARGV: 1 request id, 2 tenant, 3 attempt, 4 request, 5 ms for which it is wanted, 6 TTL of the queues in ms, 7 maximum
-# of waiting requests, 8 maximum of one tenant, 9 lifetime of a caller in ms, 10 prefix of queues, 11 prefix of wanted
-# keys.
+# KEYS: 1 wanted, 2 waiting, 3 sent, 4 callers.
+# ARGV: 1 prefix, 2 model, 3 request id, 4 queue, 5 tenant, 6 attempt, 7 request, 8 ms for which it is wanted, 9 TTL of
+# the queues in ms, 10 maximum of waiting requests, 11 maximum of one tenant, 12 lifetime of a caller in ms.
 # A later attempt continues an answer that may have begun: it is never refused because others wait.
 SEND: Final = (
     _DROP_ABANDONED
     + """
 local time = redis.call('TIME')
-local now, caller = time[1] * 1000 + math.floor(time[2] / 1000), ARGV[2] .. '\\0' .. ARGV[1]
-redis.call('ZADD', KEYS[6], 'XX', now + ARGV[9], caller)
-drop_abandoned(KEYS[6], KEYS[2], KEYS[3], ARGV[10], ARGV[11], now)
-local known = redis.call('HGET', KEYS[1], 'attempt')
-if known and tonumber(known) >= tonumber(ARGV[3]) then return 'known' end
-if tonumber(ARGV[3]) == 1 then
-  if redis.call('ZCARD', KEYS[5]) >= tonumber(ARGV[8]) then return 'tenant full' end
-  if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[7]) then return 'full' end
+local now, caller = time[1] * 1000 + math.floor(time[2] / 1000), ARGV[5] .. '\\0' .. ARGV[3]
+redis.call('ZADD', KEYS[4], 'XX', now + ARGV[12], caller)
+drop_abandoned(KEYS[4], KEYS[2], now)
+local known = redis.call('HMGET', KEYS[1], 'attempt', 'queue', 'tenant')
+if known[1] and tonumber(known[1]) >= tonumber(ARGV[6]) then return 'known' end
+if tonumber(ARGV[6]) == 1 then
+  local own = 0
+  for _, name in ipairs({'', 'decode', '@'}) do own = own + redis.call('ZCARD', queue_of(name, ARGV[5])) end
+  if own >= tonumber(ARGV[11]) then return 'tenant full' end
+  if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[10]) then return 'full' end
 end
+if known[1] then dequeue(known[2] or '', known[3] or '', ARGV[3]) end
 local number = time[1] * 1000000 + time[2]
-local last = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)
+local last = redis.call('XREVRANGE', KEYS[3], '+', '-', 'COUNT', 1)
 if #last > 0 then number = math.max(number, tonumber(string.match(last[1][1], '%d+')) + 1) end
 number = string.format('%.0f', number)
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'attempt', ARGV[3], 'number', number, 'tenant', ARGV[2], 'request', ARGV[4])
-redis.call('PEXPIRE', KEYS[1], ARGV[5])
-redis.call('ZADD', KEYS[2], 0, ARGV[1])
-redis.call('ZADD', KEYS[6], now + ARGV[9], caller)
-redis.call('ZADD', KEYS[5], number, ARGV[1])
-redis.call('ZADD', KEYS[3], 'NX', number, ARGV[2])
-redis.call('XADD', KEYS[4], 'MAXLEN', 1, number .. '-0', 'request', ARGV[1])
-for at = 2, 6 do
-  if redis.call('PTTL', KEYS[at]) < tonumber(ARGV[6]) then redis.call('PEXPIRE', KEYS[at], ARGV[6]) end
-end
+redis.call(
+  'HSET', KEYS[1], 'attempt', ARGV[6], 'number', number, 'tenant', ARGV[5], 'queue', ARGV[4], 'request', ARGV[7]
+)
+redis.call('PEXPIRE', KEYS[1], ARGV[8])
+redis.call('ZADD', KEYS[2], 0, ARGV[3])
+redis.call('ZADD', KEYS[4], now + ARGV[12], caller)
+enqueue(ARGV[4], ARGV[5], ARGV[3], number, ARGV[9])
+redis.call('XADD', KEYS[3], 'MAXLEN', 1, number .. '-0', 'request', ARGV[3])
+for at = 2, 4 do extend(KEYS[at], ARGV[9]) end
 return 'sent'
 """
 )
 
-# KEYS: 1 waiting, 2 turns, 3 callers.  ARGV: 1 prefix of queues, 2 prefix of wanted keys.
+# KEYS: 1 waiting, 2 callers.  ARGV: 1 prefix, 2 model.
 COUNT: Final = (
     _DROP_ABANDONED
     + """
 local time = redis.call('TIME')
-drop_abandoned(KEYS[3], KEYS[1], KEYS[2], ARGV[1], ARGV[2], time[1] * 1000 + math.floor(time[2] / 1000))
+drop_abandoned(KEYS[2], KEYS[1], time[1] * 1000 + math.floor(time[2] / 1000))
 return redis.call('ZCARD', KEYS[1])
 """
 )
 
-# KEYS: 1 waiting, 2 turns, 3 sent, 4 callers.
-# ARGV: 1 worker, 2 maximum of requests, 3 maximum of one tenant, 4 lifetime in ms, 5 TTL of the queues in ms, 6 prefix
-# of queues, 7 prefix of wanted keys, 8 prefix of alive keys, then the name of each tenant with requests at the worker,
-# and their number.
-# Returns the id in `sent` after which to wait for more (0-0: call again at once), then the id, number and JSON of each
-# request.
-# First, requests whose workers fell silent wait again at their old position. Then the tenant with the fewest requests
-# at this worker is next, among equal ones the one with the lowest turn; the tenants with the lowest turns, as many as
-# are held plus requested, include all that can be next. If expired requests were dropped, further tenants may have
-# some: the caller calls again at once.
+# KEYS: 1 waiting, 2 sent, 3 callers.
+# ARGV: 1 prefix, 2 model, 3 worker, 4 maximum of requests, 5 maximum of one tenant, 6 lifetime in ms, 7 TTL of the
+# queues in ms, 8 number of queues, then the name of each queue and how long a request must have waited there in ms,
+# then the name of each tenant with requests at the worker, and their number.
+# Returns the id in `sent` after which to wait for more (0-0: call again at once), the ms until a request of these
+# queues has waited long enough (-1: there is none), then the id, number and JSON of each request.
+# First, requests whose workers fell silent wait again at their old position, addressed to no worker. Then the queues
+# are read in order. In each the tenant with the fewest requests at this worker is next, among equal ones the one with
+# the lowest turn; the tenants with the lowest turns, as many as are held plus requested, include all that can be next.
+# Where requests must have waited, those of a thousand tenants are read, because the first ones may not be due. If
+# expired requests were dropped, further tenants may have some: the caller calls again at once.
 TAKE: Final = (
     _DROP_ABANDONED
     + """
 local time = redis.call('TIME')
-local now, turn = time[1] * 1000 + math.floor(time[2] / 1000), time[1] * 1000000 + time[2]
-drop_abandoned(KEYS[4], KEYS[1], KEYS[2], ARGV[6], ARGV[7], now)
-local most, each, checks = tonumber(ARGV[2]), tonumber(ARGV[3]), 1000
+local now, micros = time[1] * 1000 + math.floor(time[2] / 1000), time[1] * 1000000 + time[2]
+local turn = micros
+drop_abandoned(KEYS[3], KEYS[1], now)
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(0', now, 'LIMIT', 0, 256)) do
-  local known = redis.call('HMGET', ARGV[7] .. id, 'tenant', 'number')
+  local wanted = lane .. 'wanted:' .. id
+  local known = redis.call('HMGET', wanted, 'tenant', 'number', 'queue')
   if known[1] then
-    redis.call('HDEL', ARGV[7] .. id, 'worker')
+    local name = is_addressed(known[3] or '') and '' or known[3] or ''
+    redis.call('HDEL', wanted, 'worker')
+    redis.call('HSET', wanted, 'queue', name)
     redis.call('ZADD', KEYS[1], 0, id)
-    redis.call('ZADD', ARGV[6] .. known[1], known[2], id)
-    redis.call('ZADD', KEYS[2], 'NX', known[2], known[1])
-    redis.call('PEXPIRE', ARGV[6] .. known[1], ARGV[5])
-    redis.call('PEXPIRE', KEYS[2], ARGV[5])
+    enqueue(name, known[1], id, known[2], ARGV[7])
   else
     redis.call('ZREM', KEYS[1], id)
   end
 end
+local most, each, checks, last_queue = tonumber(ARGV[4]), tonumber(ARGV[5]), 1000, 8 + 2 * ARGV[8]
 local held, tenants = {}, 0
-for at = 9, #ARGV, 2 do
+for at = last_queue + 1, #ARGV, 2 do
   held[ARGV[at]] = tonumber(ARGV[at + 1])
   tenants = tenants + 1
 end
-local ready = redis.call('ZRANGE', KEYS[2], 0, tenants + most - 1)
-local last = redis.call('XREVRANGE', KEYS[3], '+', '-', 'COUNT', 1)
-local found, dropped = {#last > 0 and last[1][1] or '0-1'}, false
-while (#found - 1) / 3 < most do
-  local best, fewest = nil, each
-  for at, tenant in ipairs(ready) do
-    local here = held[tenant] or 0
-    if here < fewest then best, fewest = at, here end
+local found, due, again = {}, nil, false
+
+local function is_due(name, tenant, min_wait)
+  if min_wait == 0 then return true end
+  local oldest = redis.call('ZRANGE', queue_of(name, tenant), 0, 0, 'WITHSCORES')
+  local left = oldest[2] and tonumber(oldest[2]) + min_wait - micros or 0
+  if left > 0 and (held[tenant] or 0) < each then due = math.min(due or left, left) end
+  return left <= 0
+end
+
+local function take_from(name, min_wait)
+  local turns, ready, dropped = turns_of(name), {}, false
+  local limit = math.max(tenants + most, min_wait > 0 and 1000 or 0)
+  for _, tenant in ipairs(redis.call('ZRANGE', turns, 0, limit - 1)) do
+    if is_due(name, tenant, min_wait) then table.insert(ready, tenant) end
   end
-  if checks == 0 or (not best and dropped) then found[1] = '0-0' end
-  if checks == 0 or not best then break end
-  checks = checks - 1
-  local tenant = ready[best]
-  local queue = ARGV[6] .. tenant
-  local id = redis.call('ZPOPMIN', queue)[1]
-  local known = id and redis.call('HMGET', ARGV[7] .. id, 'number', 'request') or {}
-  if known[2] then
-    redis.call('HSET', ARGV[7] .. id, 'worker', ARGV[1])
-    redis.call('ZADD', KEYS[1], now + ARGV[4], id)
-    redis.call('SET', ARGV[8] .. id, '1', 'PX', ARGV[4])
-    for _, part in ipairs({id, known[1], known[2]}) do table.insert(found, part) end
-    held[tenant] = fewest + 1
-    turn = turn + 1
-    redis.call('ZADD', KEYS[2], string.format('%.0f', turn), tenant)
-    table.insert(ready, table.remove(ready, best))
-    best = #ready
-  elseif id then
-    redis.call('ZREM', KEYS[1], id)
-  end
-  if redis.call('EXISTS', queue) == 0 then
-    redis.call('ZREM', KEYS[2], tenant)
-    table.remove(ready, best)
-    dropped = true
+  while #found / 3 < most do
+    local best, fewest = nil, each
+    for at, tenant in ipairs(ready) do
+      local here = held[tenant] or 0
+      if here < fewest then best, fewest = at, here end
+    end
+    if checks == 0 or (not best and dropped) then again = true end
+    if checks == 0 or not best then return end
+    checks = checks - 1
+    local tenant = ready[best]
+    local queue = queue_of(name, tenant)
+    local oldest = redis.call('ZPOPMIN', queue)
+    local id = oldest[1]
+    local known = id and redis.call('HMGET', lane .. 'wanted:' .. id, 'number', 'request', 'queue') or {}
+    if known[2] and tonumber(known[1]) == tonumber(oldest[2]) then
+      dequeue(known[3] or '', tenant, id)
+      redis.call('HSET', lane .. 'wanted:' .. id, 'worker', ARGV[3])
+      redis.call('ZADD', KEYS[1], now + ARGV[6], id)
+      redis.call('SET', lane .. 'alive:' .. id, '1', 'PX', ARGV[6])
+      for _, part in ipairs({id, known[1], known[2]}) do table.insert(found, part) end
+      held[tenant] = fewest + 1
+      turn = turn + 1
+      redis.call('ZADD', turns, string.format('%.0f', turn), tenant)
+      table.insert(ready, table.remove(ready, best))
+      best = #ready
+    elseif id and not known[2] then
+      redis.call('ZREM', KEYS[1], id)
+    end
+    if redis.call('EXISTS', queue) == 0 then
+      redis.call('ZREM', turns, tenant)
+      table.remove(ready, best)
+      dropped = true
+    elseif not is_due(name, tenant, min_wait) then
+      table.remove(ready, best)
+    end
   end
 end
+
+for at = 9, last_queue, 2 do take_from(ARGV[at], tonumber(ARGV[at + 1]) * 1000) end
+local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
+table.insert(found, 1, again and '0-0' or #last > 0 and last[1][1] or '0-1')
+table.insert(found, 2, due and math.ceil(due / 1000) or -1)
 return found
 """
 )
 
-# KEYS: 1 wanted, 2 waiting, 3 alive, 4 queue, 5 turns.  ARGV: 1 request id, 2 tenant.
-# After its deadline a request is no longer wanted, but may still be in its queue.
-CANCEL: Final = """
-redis.call('ZREM', KEYS[2], ARGV[1])
-redis.call('ZREM', KEYS[4], ARGV[1])
-if redis.call('EXISTS', KEYS[4]) == 0 then redis.call('ZREM', KEYS[5], ARGV[2]) end
+# KEYS: 1 wanted, 2 waiting, 3 alive.  ARGV: 1 prefix, 2 model, 3 request id, 4 queue, 5 tenant.
+# After its deadline a request is no longer wanted, but may still be in its queue, or in the general one.
+CANCEL: Final = (
+    _QUEUES
+    + """
+redis.call('ZREM', KEYS[2], ARGV[3])
+for _, name in ipairs({ARGV[4], redis.call('HGET', KEYS[1], 'queue') or ''}) do dequeue(name, ARGV[5], ARGV[3]) end
 return redis.call('DEL', KEYS[1], KEYS[3])
 """
+)
 
 # KEYS: 1 wanted, 2 waiting, 3 alive, 4 callers.  ARGV: 1 request id, 2 attempt, 3 tenant, 4 a caller's lifetime in ms.
 # Returns 1 when no worker will answer. The call also renews the caller's lifetime.

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 from pydantic import ValidationError
 
 from pipeline.adapters.redis.connection import RedisClient, RedisSettings, milliseconds
-from pipeline.lane.ports import NO_SHARES, LaneSettings, TenantShares
+from pipeline.lane.ports import NO_SHARES, LaneQueue, LaneSettings, TenantShares
 from pipeline.lane.redis_scripts import EMIT, HOLD, TAKE
 from pipeline.ports import Clock
 from schemas.workers.lane import LaneEvent, LaneRequest, closes_attempt, event_json, read_request
@@ -26,9 +27,7 @@ class LaneKeys:
     wanted: str
     alive: str
     events: str
-    queue: str
     waiting: str
-    turns: str
     sent: str
     callers: str
 
@@ -39,8 +38,7 @@ def keys_of(client: RedisClient, request: LaneRequest) -> LaneKeys:
         client.key("lane", "wanted", request.id),
         client.key("lane", "alive", request.id),
         client.key("lane", "events", request.id),
-        client.key("lane", "queue", request.model, request.tenant),
-        *(client.key("lane", name, request.model) for name in ("waiting", "turns", "sent", "callers")),
+        *(client.key("lane", name, request.model) for name in ("waiting", "sent", "callers")),
     )
 
 
@@ -56,17 +54,26 @@ class _Taken:
     keys: LaneKeys
 
 
+@dataclass(slots=True)
+class _Wait:
+    """How to wait for requests: positions in the streams of sent ones, and the seconds until one may be taken."""
+
+    seen: dict[str, bytes] = field(default_factory=dict)
+    seconds: float = math.inf
+
+
 class RedisLaneWorker:
     """`LaneWorker` of one worker; threads may share it.
 
     Attributes:
+        name: the worker's.
         dropped: number of dropped entries that are no requests.
     """
 
     def __init__(self, redis: RedisSettings, name: str, clock: Clock, settings: LaneSettings) -> None:
         self._client = RedisClient(redis)
         self._redis = redis
-        self._name = name
+        self.name = name
         self._clock = clock
         self._settings = settings
         self._lock = threading.Lock()
@@ -78,24 +85,27 @@ class RedisLaneWorker:
         self._hold = self._client.script(HOLD)
 
     def take(
-        self, models: Sequence[str], most: int, timeout: float, shares: TenantShares = NO_SHARES
+        self, queues: Sequence[LaneQueue], most: int, timeout: float, shares: TenantShares = NO_SHARES
     ) -> list[LaneRequest]:
-        """Up to `most` requests for these models, fairly by tenant, or none after `timeout` seconds."""
+        """Up to `most` requests, or none after `timeout` seconds; see `LaneWorker.take`."""
         until = self._clock.monotonic() + timeout
+        models = list(dict.fromkeys(queue.model for queue in queues))
         while models and most > 0:
             self._turn += 1  # each time another model is first, so that none starves
             first = self._turn % len(models)
             taken: list[_Taken] = []
-            seen: dict[str, bytes] = {}
+            wait = _Wait()
             with self._client.translate_errors("take requests"):
                 for model in (*models[first:], *models[:first]):
                     if len(taken) < most:
-                        taken += self._take_of(model, most - len(taken), shares, seen)
+                        mine = [queue for queue in queues if queue.model == model]
+                        taken += self._take_of(mine, most - len(taken), shares, wait)
                 left = until - self._clock.monotonic()
                 if taken or left <= 0:
                     return [one.request for one in taken]
                 # Shorter than the server's time-out.
-                self._client.raw.xread(seen, count=1, block=milliseconds(min(left, self._redis.timeout_seconds / 2)))
+                seconds = min(left, wait.seconds, self._redis.timeout_seconds / 2)
+                self._client.raw.xread(wait.seen, count=1, block=milliseconds(seconds))
         return []
 
     def emit(self, events: Sequence[LaneEvent]) -> frozenset[str]:
@@ -129,7 +139,7 @@ class RedisLaneWorker:
             for taken in held:
                 self._hold(
                     keys=[taken.keys.wanted, taken.keys.waiting, taken.keys.alive, taken.keys.events],
-                    args=[taken.request.id, taken.request.attempt, taken.number, self._name, *self._times()],
+                    args=[taken.request.id, taken.request.attempt, taken.number, self.name, *self._times()],
                     client=pipe,
                 )
             answers = pipe.execute()
@@ -145,28 +155,42 @@ class RedisLaneWorker:
 
     # -- taking
 
-    def _take_of(self, model: str, most: int, shares: TenantShares, seen: dict[str, bytes]) -> list[_Taken]:
-        """Take requests for one model. Stores in `seen` the stream position after which to wait for more."""
-        names = ("waiting", "turns", "sent", "callers")
-        waiting, turns, sent, callers = (self._client.key("lane", name, model) for name in names)
-        prefixes = [self._client.key("lane", *name, "") for name in (("queue", model), ("wanted",), ("alive",))]
+    def _take_of(self, queues: Sequence[LaneQueue], most: int, shares: TenantShares, wait: _Wait) -> list[_Taken]:
+        """Take requests from queues of one model. Stores in `wait` how to wait for more."""
+        model = queues[0].model
+        waiting, sent, callers = (self._client.key("lane", name, model) for name in ("waiting", "sent", "callers"))
+        chosen = [part for queue in queues for part in (queue.name, round(queue.min_wait_seconds * 1_000))]
         held = [part for pair in shares.held.items() for part in pair]
         lifetime, queue_ttl = (
             milliseconds(self._settings.worker_timeout_seconds),
             queue_ttl_milliseconds(self._settings),
         )
         found = self._take(
-            keys=[waiting, turns, sent, callers],
-            args=[self._name, most, min(shares.max_each, 2**31), lifetime, queue_ttl, *prefixes, *held],
+            keys=[waiting, sent, callers],
+            args=[
+                self._client.key("lane", ""),
+                model,
+                self.name,
+                most,
+                min(shares.max_each, 2**31),
+                lifetime,
+                queue_ttl,
+                len(queues),
+                *chosen,
+                *held,
+            ],
         )
-        seen[sent] = found[0]
+        wait.seen[sent] = found[0]
+        if found[1] >= 0:
+            wait.seconds = min(wait.seconds, found[1] / 1_000)
         taken = []
-        for at in range(1, len(found), 3):
+        for at in range(2, len(found), 3):
             name, number, data = found[at : at + 3]
             request = self._read(model, name, data)
             if request is None:
                 self._client.raw.zrem(waiting, name)
-                self._client.raw.delete(*(prefix.encode() + name for prefix in prefixes[1:]))
+                prefixes = [self._client.key("lane", kind, "").encode() for kind in ("wanted", "alive")]
+                self._client.raw.delete(*(prefix + name for prefix in prefixes))
             else:
                 taken.append(_Taken(request, number, keys_of(self._client, request)))
         with self._lock:
@@ -197,7 +221,7 @@ class RedisLaneWorker:
                 event.request,
                 event.attempt,
                 taken.number,
-                self._name,
+                self.name,
                 f"{event.attempt}-{event.sequence}",
                 event_json(event),
                 self._settings.max_events,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import AwareDatetime, ConfigDict, Field, StringConstraints, TypeAdapter
 
@@ -19,6 +19,12 @@ Sequence = Annotated[int, Field(ge=0, lt=2**53)]
 Choice = Annotated[int, Field(ge=0, lt=2**16)]
 TokenIds = tuple[Annotated[int, Field(ge=0, lt=2**31)], ...]
 _STRICT = ConfigDict(extra="forbid")
+
+ADDRESSED_MARK: Final = "@"
+DECODE: Final = "decode"
+"""The sub-queue of requests whose prompt was computed by another worker."""
+QueueName = Annotated[str, StringConstraints(pattern=r"^(decode|@[A-Za-z0-9._-]{1,255})?$")]
+"""The name of a model's sub-queue: "" is the general one, "@NAME" holds the requests that are addressed to a worker."""
 
 
 class Position(NamedTuple):
@@ -41,6 +47,7 @@ class LaneRequest:
         deadline: the answer is useless after that; None: as long as the lane retains requests.
         tokens: token ids from earlier attempts, for each choice; the answer continues after them.
         traceparent: the sender's span context, if it traces.
+        queue: the sub-queue of the model in which the request waits for a worker.
     """
 
     __pydantic_config__ = _STRICT
@@ -55,6 +62,7 @@ class LaneRequest:
     deadline: AwareDatetime | None = None
     tokens: tuple[TokenIds, ...] = ()
     traceparent: Traceparent | None = None
+    queue: QueueName = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +126,16 @@ class HandBackEvent(_Event):
 
 
 LaneEvent = TokensEvent | EndEvent | ErrorEvent | HandBackEvent
+
+
+def addressed_to(worker: str) -> str:
+    """The name of the sub-queue of requests that are addressed to this worker."""
+    return f"{ADDRESSED_MARK}{worker}"
+
+
+def is_addressed(queue: str) -> bool:
+    """Whether the sub-queue's requests are addressed to one worker."""
+    return queue.startswith(ADDRESSED_MARK)
 
 
 def closes_attempt(event: LaneEvent) -> bool:

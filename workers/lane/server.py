@@ -37,6 +37,7 @@ import structlog
 from engine.errors import ContextLengthExceeded, RequestRefused
 from engine.request import Completion, FinishReason, PartialChoice
 from pipeline.lane.ports import LaneSettings, LaneWorker, TenantShares
+from pipeline.lane.queue_order import STEAL_AFTER_SECONDS, QueueOrder
 from pipeline.ports import Clock
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.tracing import NO_TRACES, Traces
@@ -79,6 +80,8 @@ class LaneServing:
         log_interval_seconds: interval of the log record with the latency objectives.
         grace_seconds: how long requests may take to end after the worker's stop; the others are handed back.
         max_tries: tries in the engine of a request whose step fails.
+        steal_after_seconds: how long a request that is addressed to another worker must have waited before this one
+            takes it.
         num_preparers: threads that prepare requests. One tenant, and large requests, use all but one of them at most.
     """
 
@@ -88,6 +91,7 @@ class LaneServing:
     log_interval_seconds: float = 60.0
     grace_seconds: float = 20.0
     max_tries: int = 2
+    steal_after_seconds: float = STEAL_AFTER_SECONDS
     num_preparers: int = 2
 
 
@@ -140,7 +144,7 @@ class LaneServer:
         self._spans = LaneSpans(model.name, traces)
         self._serving = serving or LaneServing()
         self._max_requests = self._serving.most or model.max_num_seqs + max(2, model.max_num_seqs // 8)
-        self._key = model.pin().key
+        self._queues = QueueOrder(model.pin().key, lane.name, self._serving.steal_after_seconds)
         self._hold_interval_seconds = (lane_settings or LaneSettings()).worker_timeout_seconds / 3
         self._engine_epoch = clock.now() - timedelta(seconds=self._engine.clock())
         # Shared by the threads.
@@ -358,7 +362,7 @@ class LaneServer:
             if room <= 0:
                 continue
             try:
-                taken = self._lane.take([self._key], min(room, _MAX_TAKEN), _TAKE_SECONDS, shares)
+                taken = self._lane.take(self._queues.next(), min(room, _MAX_TAKEN), _TAKE_SECONDS, shares)
             except ServiceUnavailable as error:
                 logger.warning("requests can't be taken from the lane", reason=str(error))
                 self._closed.wait(_RETRY_SECONDS)

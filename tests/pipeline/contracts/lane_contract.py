@@ -14,10 +14,12 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from pipeline.lane.ports import (
+    ADDRESSED_TO_ANY,
     LANE_OVERRUN,
     START,
     Lane,
     LaneFull,
+    LaneQueue,
     LaneSettings,
     LaneStream,
     LaneWorker,
@@ -25,6 +27,7 @@ from pipeline.lane.ports import (
     TenantShares,
 )
 from schemas.workers.lane import (
+    DECODE,
     EndEvent,
     ErrorEvent,
     HandBackEvent,
@@ -39,6 +42,8 @@ from tests.waiting import HANG_SECONDS
 LIFETIME = 3.0
 """Long beside the pauses of a busy machine."""
 MODEL = "0123456789abcdef"
+GENERAL, OWN, ANY = LaneQueue(MODEL), LaneQueue(MODEL, "@w1"), LaneQueue(MODEL, ADDRESSED_TO_ANY)
+"""OWN: of the worker w1."""
 
 
 MakeLane = Callable[[LaneSettings], OpenLane]
@@ -81,12 +86,12 @@ class LaneContract:
             attempt=3,
         )
         lane.send(sent)
-        assert worker.take([MODEL], 4, 2.0) == [sent]
-        assert worker.take([MODEL], 4, 0) == []
+        assert worker.take([LaneQueue(MODEL)], 4, 2.0) == [sent]
+        assert worker.take([LaneQueue(MODEL)], 4, 0) == []
 
     def test_events_come_in_order_and_reading_goes_on_anywhere(self, lane: OpenLane, worker: LaneWorker) -> None:
         lane.send(request())
-        worker.take([MODEL], 1, 2.0)
+        worker.take([LaneQueue(MODEL)], 1, 2.0)
         events = [*(tokens("r1", n) for n in range(5)), end("r1", 5)]
         assert worker.emit(events[:2]) == frozenset()
         assert read_events(lane, "r1") == events[:2]
@@ -101,7 +106,7 @@ class LaneContract:
     ) -> None:
         lane.send(request("r1"))
         lane.send(request("r2"))
-        worker.take([MODEL], 2, 2.0)
+        worker.take([LaneQueue(MODEL)], 2, 2.0)
         begun = [tokens("r1", 0), tokens("r1", 1)]
         worker.emit([*begun, tokens("r2", 0)])
         for _ in range(3):
@@ -116,13 +121,13 @@ class LaneContract:
         worker.emit(whole)
         assert read_events(lane, "r1", timeout=0) == left
         assert lane.waiting([MODEL]) == {MODEL: 0}
-        assert worker.take([MODEL], 1, 0) == []
+        assert worker.take([LaneQueue(MODEL)], 1, 0) == []
         assert read_events(lane, "r2") == [tokens("r2", 0)], "another's answer is not affected"
 
     def test_a_reader_that_waits_for_events_or_requests_is_woken(self, make_lane: MakeLane, lane: OpenLane) -> None:
         worker = lane.worker("w1")
         threading.Timer(0.2, lane.send, [request()]).start()
-        assert [one.id for one in worker.take([MODEL], 1, 20.0)] == ["r1"]
+        assert [one.id for one in worker.take([LaneQueue(MODEL)], 1, 20.0)] == ["r1"]
         threading.Timer(0.2, worker.emit, [[tokens("r1", 0)]]).start()
         assert read_events(lane, "r1", timeout=20.0) == [tokens("r1", 0)]
 
@@ -133,7 +138,7 @@ class LaneContract:
         for name in ("r1", "r2", "r3"):
             lane.send(request(name))
         assert lane.waiting([MODEL, "other"]) == {MODEL: 3, "other": 0}
-        worker.take([MODEL], 1, 2.0)
+        worker.take([LaneQueue(MODEL)], 1, 2.0)
         worker.emit([tokens("r1", 0)])
         lane.cancel(request("r2"))
         assert lane.waiting([MODEL]) == {MODEL: 1}
@@ -142,8 +147,8 @@ class LaneContract:
         names = [f"r{number}" for number in range(30)]
         for name in names:
             lane.send(request(name))
-        assert [one.id for one in worker.take([MODEL], 20, 2.0)] == names[:20]
-        assert [one.id for one in worker.take([MODEL], 20, 2.0)] == names[20:]
+        assert [one.id for one in worker.take([LaneQueue(MODEL)], 20, 2.0)] == names[:20]
+        assert [one.id for one in worker.take([LaneQueue(MODEL)], 20, 2.0)] == names[20:]
         worker.emit([tokens(name, 0) for name in names])
         found = lane.read(dict.fromkeys(names, START), 2.0)
         assert sorted(event.request for event in found) == sorted(names)
@@ -152,27 +157,27 @@ class LaneContract:
         lane.send(request("a", model="ma"))
         lane.send(request("b", model="mb"))
         lane.send(request("c", model="mc"))
-        taken = {one.id for _ in range(4) for one in worker.take(["ma", "mb"], 1, 0.1)}
+        taken = {one.id for _ in range(4) for one in worker.take([LaneQueue("ma"), LaneQueue("mb")], 1, 0.1)}
         assert taken == {"a", "b"}
 
     def test_of_two_workers_each_request_goes_to_one(self, lane: OpenLane) -> None:
         for number in range(20):
             lane.send(request(f"r{number}"))
         one, two = lane.worker("w1"), lane.worker("w2")
-        taken = [r.id for _ in range(10) for worker in (one, two) for r in worker.take([MODEL], 1, 0.1)]
+        taken = [r.id for _ in range(10) for worker in (one, two) for r in worker.take([LaneQueue(MODEL)], 1, 0.1)]
         assert sorted(taken) == sorted(f"r{number}" for number in range(20))
 
     def test_sending_the_same_attempt_again_changes_nothing(self, lane: OpenLane, worker: LaneWorker) -> None:
         lane.send(request())
         lane.send(request())
-        assert len(worker.take([MODEL], 9, 2.0)) == 1
+        assert len(worker.take([LaneQueue(MODEL)], 9, 2.0)) == 1
         worker.emit([tokens("r1", 0)])
         lane.send(request())
-        assert worker.take([MODEL], 9, 0.1) == []
+        assert worker.take([LaneQueue(MODEL)], 9, 0.1) == []
 
     def test_an_event_emitted_twice_is_there_once(self, lane: OpenLane, worker: LaneWorker) -> None:
         lane.send(request())
-        worker.take([MODEL], 1, 2.0)
+        worker.take([LaneQueue(MODEL)], 1, 2.0)
         for _ in range(2):
             assert worker.emit([tokens("r1", 0), tokens("r1", 1)]) == frozenset()
         assert read_events(lane, "r1") == [tokens("r1", 0), tokens("r1", 1)]
@@ -182,33 +187,39 @@ class LaneContract:
     def test_behind_a_flood_of_one_tenant_another_is_next(self, lane: OpenLane, worker: LaneWorker) -> None:
         for number in range(30):
             lane.send(request(f"a{number}", tenant="a"))
-        first = worker.take([MODEL], 4, 2.0)
+        first = worker.take([LaneQueue(MODEL)], 4, 2.0)
         assert [one.id for one in first] == ["a0", "a1", "a2", "a3"]
         lane.send(request("b0", tenant="b"))
-        assert [one.id for one in worker.take([MODEL], 2, 2.0, TenantShares({"a": 4}))] == ["b0", "a4"]
+        assert [one.id for one in worker.take([LaneQueue(MODEL)], 2, 2.0, TenantShares({"a": 4}))] == ["b0", "a4"]
 
     def test_a_tenant_with_its_share_waits_until_the_worker_holds_fewer(
         self, lane: OpenLane, worker: LaneWorker
     ) -> None:
         for number in range(5):
             lane.send(request(f"a{number}", tenant="a"))
-        assert len(worker.take([MODEL], 5, 2.0, TenantShares({}, max_each=3))) == 3
-        assert worker.take([MODEL], 5, 0.1, TenantShares({"a": 3}, max_each=3)) == []
+        assert len(worker.take([LaneQueue(MODEL)], 5, 2.0, TenantShares({}, max_each=3))) == 3
+        assert worker.take([LaneQueue(MODEL)], 5, 0.1, TenantShares({"a": 3}, max_each=3)) == []
         lane.send(request("b0", tenant="b"))
-        assert [one.id for one in worker.take([MODEL], 5, 2.0, TenantShares({"a": 3}, max_each=3))] == ["b0"]
-        assert [one.id for one in worker.take([MODEL], 5, 2.0, TenantShares({"a": 2, "b": 1}, max_each=3))] == ["a3"]
+        assert [one.id for one in worker.take([LaneQueue(MODEL)], 5, 2.0, TenantShares({"a": 3}, max_each=3))] == ["b0"]
+        assert [
+            one.id for one in worker.take([LaneQueue(MODEL)], 5, 2.0, TenantShares({"a": 2, "b": 1}, max_each=3))
+        ] == ["a3"]
 
     def test_a_worker_at_its_share_of_one_tenant_is_woken_by_another(self, lane: OpenLane, worker: LaneWorker) -> None:
         lane.send(request("a0", tenant="a"))
         threading.Timer(0.3, lane.send, [request("b0", tenant="b")]).start()
-        assert [one.id for one in worker.take([MODEL], 5, 60.0, TenantShares({"a": 3}, max_each=3))] == ["b0"]
+        assert [one.id for one in worker.take([LaneQueue(MODEL)], 5, 60.0, TenantShares({"a": 3}, max_each=3))] == [
+            "b0"
+        ]
 
     def test_several_workers_give_each_tenant_its_turn(self, lane: OpenLane) -> None:
         for number in range(8):
             for tenant in "ab":
                 lane.send(request(f"{tenant}{number}", tenant=tenant))
         one, two = lane.worker("w1"), lane.worker("w2")
-        taken = [found.id for _ in range(4) for worker in (one, two) for found in worker.take([MODEL], 2, 0.1)]
+        taken = [
+            found.id for _ in range(4) for worker in (one, two) for found in worker.take([LaneQueue(MODEL)], 2, 0.1)
+        ]
         for at in range(0, 16, 2):
             assert {name[0] for name in taken[at : at + 2]} == {"a", "b"}, taken
         for tenant in "ab":
@@ -218,9 +229,9 @@ class LaneContract:
         dies, lives = lane.worker("dies"), lane.worker("lives")
         for number in range(3):
             lane.send(request(f"a{number}", tenant="a"))
-        assert [one.id for one in dies.take([MODEL], 1, 2.0)] == ["a0"]
+        assert [one.id for one in dies.take([LaneQueue(MODEL)], 1, 2.0)] == ["a0"]
         time.sleep(LIFETIME * 1.3)
-        assert [one.id for one in lives.take([MODEL], 3, 2.0)] == ["a0", "a1", "a2"]
+        assert [one.id for one in lives.take([LaneQueue(MODEL)], 3, 2.0)] == ["a0", "a1", "a2"]
 
     @pytest.mark.parametrize("seed", range(3))
     def test_whatever_is_sent_taken_and_cancelled_tenants_are_served_by_what_is_held(
@@ -244,7 +255,7 @@ class LaneContract:
                 waiting[chosen.tenant].remove(chosen)
             name, most, each = rng.choice(sorted(workers)), rng.randint(1, 3), rng.randint(2, 6)
             here = held[name]
-            for taken in workers[name].take([MODEL], most, 0, TenantShares(dict(here), each)):
+            for taken in workers[name].take([LaneQueue(MODEL)], most, 0, TenantShares(dict(here), each)):
                 assert taken == waiting[taken.tenant].pop(0)
                 others = [here[tenant] for tenant, mine in waiting.items() if mine]
                 assert here[taken.tenant] <= min([*others, each - 1])
@@ -263,12 +274,177 @@ class LaneContract:
             lane.send(request("a14", tenant="a"))
         lane.send(request("b0", tenant="b"))
 
+    # -- sub-queues
+
+    def test_a_worker_takes_from_the_sub_queues_that_it_names_in_their_order(
+        self, lane: OpenLane, worker: LaneWorker
+    ) -> None:
+        for name, queue in (("general", ""), ("other", "@w2"), ("own", "@w1"), ("decode", DECODE)):
+            lane.send(request(name, queue=queue))
+        assert worker.take([OWN], 1, 2.0) == [request("own", queue="@w1")]
+        assert worker.take([OWN], 1, 0) == []
+        assert [one.id for one in worker.take([LaneQueue(MODEL, DECODE), OWN, GENERAL], 4, 2.0)] == [
+            "decode",
+            "general",
+        ]
+        assert worker.take([OWN, GENERAL, LaneQueue(MODEL, DECODE)], 4, 0) == []
+        assert [one.id for one in lane.worker("w2").take([LaneQueue(MODEL, "@w2")], 4, 2.0)] == ["other"]
+
+    def test_the_preferred_queue_is_emptied_before_the_next_one(self, lane: OpenLane, worker: LaneWorker) -> None:
+        for number in range(3):
+            lane.send(request(f"g{number}", tenant="t"))
+            lane.send(request(f"o{number}", tenant="t", queue="@w1"))
+        assert [one.id for one in worker.take([OWN, GENERAL], 4, 2.0)] == ["o0", "o1", "o2", "g0"]
+        assert [one.id for one in worker.take([OWN, GENERAL], 4, 2.0)] == ["g1", "g2"]
+
+    def test_within_a_sub_queue_tenants_have_their_turns(self, lane: OpenLane, worker: LaneWorker) -> None:
+        for number in range(4):
+            lane.send(request(f"a{number}", tenant="a", queue="@w1"))
+        for tenant in "bc":
+            lane.send(request(f"{tenant}0", tenant=tenant, queue="@w1"))
+        taken = [one.id for one in worker.take([OWN], 5, 2.0, TenantShares({"c": 1}))]
+        assert taken == ["a0", "b0", "c0", "a1", "a2"]
+
+    def test_another_worker_takes_an_addressed_request_only_after_its_time(self, lane: OpenLane) -> None:
+        other = lane.worker("w2")
+        lane.send(request("r1", queue="@w1"))
+        assert other.take([GENERAL, LaneQueue(MODEL, ADDRESSED_TO_ANY, 60.0)], 1, 0.2) == []
+        began = time.monotonic()
+        stealing = LaneQueue(MODEL, ADDRESSED_TO_ANY, 1.0)
+        assert [one.id for one in other.take([stealing], 1, 2 * HANG_SECONDS)] == ["r1"]
+        assert 0.5 < time.monotonic() - began < HANG_SECONDS, "the wait ends when the request may be taken"
+        assert lane.worker("w1").take([OWN], 1, 0) == [], "each request goes to one worker"
+
+    def test_a_worker_that_waits_already_takes_an_addressed_request_when_its_time_has_come(
+        self, lane: OpenLane
+    ) -> None:
+        threading.Timer(0.2, lane.send, [request("r1", queue="@w1")]).start()
+        stealing, began = [GENERAL, LaneQueue(MODEL, ADDRESSED_TO_ANY, 0.3)], time.monotonic()
+        assert [one.id for one in lane.worker("w2").take(stealing, 1, 2 * HANG_SECONDS)] == ["r1"]
+        assert time.monotonic() - began < HANG_SECONDS
+
+    def test_an_addressed_request_is_taken_once_by_its_worker_or_another(self, lane: OpenLane) -> None:
+        for number in range(6):
+            lane.send(request(f"r{number}", queue="@w1"))
+        own, other = lane.worker("w1"), lane.worker("w2")
+        assert [one.id for one in own.take([OWN], 2, 2.0)] == ["r0", "r1"]
+        assert [one.id for one in other.take([ANY], 2, 2.0)] == ["r2", "r3"]
+        assert [one.id for one in own.take([OWN, ANY], 9, 2.0)] == ["r4", "r5"]
+        assert own.take([OWN, ANY], 9, 0) == other.take([ANY], 9, 0) == []
+
+    def test_stealing_is_fair_to_tenants_among_the_requests_whose_time_has_come(self, lane: OpenLane) -> None:
+        for number in range(4):
+            lane.send(request(f"a{number}", tenant="a", queue="@w1"))
+        lane.send(request("b0", tenant="b", queue="@w3"))
+        time.sleep(1.2)
+        lane.send(request("c0", tenant="c", queue="@w1"))
+        stealing = LaneQueue(MODEL, ADDRESSED_TO_ANY, 1.0)
+        other = lane.worker("w2")
+        assert [one.id for one in other.take([stealing], 4, 0, TenantShares({"b": 1}))] == ["a0", "b0", "a1", "a2"]
+        assert [one.id for one in other.take([stealing], 4, 60.0)] == ["a3"]
+        assert [one.id for one in other.take([stealing], 4, 60.0)] == ["c0"]
+
+    def test_tenants_whose_turn_comes_first_and_whose_requests_are_not_due_delay_no_other(self, lane: OpenLane) -> None:
+        for number in range(4):
+            lane.send(request(f"old{number}", tenant=f"a{number}", queue="@w1"))
+        lane.send(request("b0", tenant="b", queue="@w1"))
+        time.sleep(1.2)
+        for number in range(4):
+            lane.send(request(f"new{number}", tenant=f"a{number}", queue="@w1"))
+            lane.cancel(request(f"old{number}", tenant=f"a{number}", queue="@w1"))
+        stealing = LaneQueue(MODEL, ADDRESSED_TO_ANY, 1.0)
+        assert [one.id for one in lane.worker("w2").take([stealing], 1, 0)] == ["b0"]
+
+    def test_a_tenant_at_its_share_is_not_stolen_from(self, lane: OpenLane) -> None:
+        lane.send(request("a0", tenant="a", queue="@w1"))
+        other = lane.worker("w2")
+        assert other.take([LaneQueue(MODEL, ADDRESSED_TO_ANY, 0.1)], 1, 0.5, TenantShares({"a": 3}, max_each=3)) == []
+        assert [one.id for one in other.take([ANY], 1, 2.0, TenantShares({"a": 2}, max_each=3))] == ["a0"]
+
+    def test_an_addressed_request_whose_worker_fell_silent_waits_in_the_general_queue_at_its_old_position(
+        self, lane: OpenLane
+    ) -> None:
+        dies, lives = lane.worker("w1"), lane.worker("w2")
+        lane.send(request("a0", queue="@w1"))
+        lane.send(request("d0", queue=DECODE))
+        lane.send(request("a1"))
+        assert [one.id for one in dies.take([OWN, LaneQueue(MODEL, DECODE)], 2, 2.0)] == ["a0", "d0"]
+        time.sleep(LIFETIME * 1.3)
+        assert [one.id for one in lives.take([GENERAL], 3, 2.0)] == ["a0", "a1"]
+        assert [one.id for one in lives.take([LaneQueue(MODEL, DECODE)], 3, 2.0)] == ["d0"]
+        assert dies.take([OWN, ANY], 3, 0) == []
+        assert dies.emit([tokens("a0", 0)]) == {"a0"}
+
+    def test_counts_are_of_all_sub_queues(self, make_lane: MakeLane) -> None:
+        lane = make_lane(LaneSettings(worker_timeout_seconds=LIFETIME, max_waiting=16))
+        sent = [request(f"r{n}", queue=queue) for n, queue in enumerate(["", "@w1", "@w2", DECODE, "", "@w1", "@w2"])]
+        for one in sent * 2:
+            lane.send(one)
+        assert lane.waiting([MODEL]) == {MODEL: 7}
+        assert lane.lost(sent) == frozenset()
+        for number in range(7):
+            lane.send(request(f"s{number}", queue="@w1"))
+        for queue in ("", "@w3", DECODE):
+            with pytest.raises(LaneFull, match="14 requests of this tenant wait"):
+                lane.send(request("late", queue=queue))
+        lane.send(request("b0", tenant="b"))
+        lane.send(request("b1", tenant="b", queue="@w1"))
+        with pytest.raises(LaneFull, match="16 requests wait"):
+            lane.send(request("b2", tenant="b"))
+
+    @pytest.mark.parametrize("queue", ["@w1", DECODE])
+    def test_a_cancelled_request_leaves_its_sub_queue(self, lane: OpenLane, worker: LaneWorker, queue: str) -> None:
+        lane.send(request("r1", queue=queue))
+        lane.cancel(request("r1", queue=queue))
+        lane.send(request("r2", queue=queue))
+        assert [one.id for one in worker.take([OWN, LaneQueue(MODEL, DECODE), ANY], 9, 2.0)] == ["r2"]
+        assert worker.take([OWN, LaneQueue(MODEL, DECODE), ANY], 9, 0) == []
+
+    def test_a_later_attempt_waits_only_where_it_was_sent(self, lane: OpenLane, worker: LaneWorker) -> None:
+        lane.send(request("r1", queue="@w1"))
+        lane.send(request("r1", attempt=2))
+        assert worker.take([OWN, ANY], 9, 0) == []
+        assert worker.take([GENERAL], 9, 2.0) == [request("r1", attempt=2)]
+        lane.send(request("r1", attempt=3, queue="@w1"))
+        assert worker.take([GENERAL], 9, 0) == []
+        assert worker.take([OWN], 9, 2.0) == [request("r1", attempt=3, queue="@w1")]
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_whatever_is_sent_taken_and_cancelled_in_sub_queues_each_request_is_taken_once(
+        self, make_lane: MakeLane, seed: int
+    ) -> None:
+        """Each taken request is the oldest of its tenant in the first named queue that has one of a tenant below its
+        share."""
+        lane, rng = make_lane(LaneSettings(worker_timeout_seconds=600.0)), random.Random(seed)
+        workers = {name: lane.worker(name) for name in ("w1", "w2", "w3")}
+        waiting: list[LaneRequest] = []
+        for number in range(120):
+            for _ in range(rng.choice((0, 1, 1, 3))):
+                queue = rng.choice(("", DECODE, "@w1", "@w1", "@w2", "@w3", "@gone"))
+                waiting.append(request(f"r{number}-{rng.getrandbits(40)}", tenant=rng.choice("aaab"), queue=queue))
+                lane.send(waiting[-1])
+            if waiting and rng.random() < 0.2:
+                lane.cancel(waiting.pop(rng.randrange(len(waiting))))
+            name = rng.choice(sorted(workers))
+            names = rng.sample(["", DECODE, f"@{name}", ADDRESSED_TO_ANY], rng.randint(1, 4))
+            each = rng.randint(1, 3)
+            held: Counter[str] = Counter()
+            for taken in workers[name].take([LaneQueue(MODEL, one) for one in names], 3, 0, TenantShares({}, each)):
+                ready = [one for one in waiting if held[one.tenant] < each]
+                first = next(mine for one in names if (mine := [each for each in ready if waits_in(each, one)]))
+                assert taken == next(one for one in first if one.tenant == taken.tenant)
+                waiting.remove(taken)
+                held[taken.tenant] += 1
+        assert lane.waiting([MODEL])[MODEL] >= len(waiting)
+        everything = [GENERAL, LaneQueue(MODEL, DECODE), ANY]
+        assert sorted(one.id for one in workers["w1"].take(everything, 999, 0)) == sorted(one.id for one in waiting)
+
     # -- cancelling, deadlines
 
     def test_a_cancel_reaches_the_worker_with_its_next_call(self, lane: OpenLane, worker: LaneWorker) -> None:
         for name in ("r1", "r2", "r3"):
             lane.send(request(name))
-        worker.take([MODEL], 3, 2.0)
+        worker.take([LaneQueue(MODEL)], 3, 2.0)
         worker.emit([tokens("r1", 0)])
         lane.cancel(request("r1"))
         lane.cancel(request("r2"))
@@ -280,15 +456,15 @@ class LaneContract:
         lane.send(request("r1"))
         lane.send(request("r2"))
         lane.cancel(request("r1"))
-        assert [one.id for one in worker.take([MODEL], 9, 2.0)] == ["r2"]
+        assert [one.id for one in worker.take([LaneQueue(MODEL)], 9, 2.0)] == ["r2"]
 
     def test_after_its_deadline_a_request_is_no_longer_wanted(self, lane: OpenLane, worker: LaneWorker) -> None:
         soon = datetime.now(UTC) + timedelta(seconds=3.0)
         lane.send(request("r1", deadline=soon))
         lane.send(request("r2", deadline=soon))
-        assert [one.id for one in worker.take([MODEL], 1, 2.0)] == ["r1"]
+        assert [one.id for one in worker.take([LaneQueue(MODEL)], 1, 2.0)] == ["r1"]
         time.sleep(3.1)
-        assert worker.take([MODEL], 1, 0.1) == []
+        assert worker.take([LaneQueue(MODEL)], 1, 0.1) == []
         assert worker.emit([tokens("r1", 0)]) == {"r1"}
 
     # -- workers that die
@@ -296,8 +472,8 @@ class LaneContract:
     def test_what_a_dead_worker_did_not_answer_another_gets(self, lane: OpenLane) -> None:
         dies, lives = lane.worker("dies"), lane.worker("lives")
         lane.send(request())
-        assert len(dies.take([MODEL], 1, 2.0)) == 1
-        assert lives.take([MODEL], 1, LIFETIME / 3) == []
+        assert len(dies.take([LaneQueue(MODEL)], 1, 2.0)) == 1
+        assert lives.take([LaneQueue(MODEL)], 1, LIFETIME / 3) == []
         assert lane.lost([request()]) == frozenset(), "it still waits"
         again = taken_within(lives, 4 * LIFETIME)
         assert [one.id for one in again] == ["r1"]
@@ -310,7 +486,7 @@ class LaneContract:
         stopped, lives = lane.worker("stopped"), lane.worker("lives")
         for name in ("r1", "r2"):
             lane.send(request(name))
-        stopped.take([MODEL], 2, 2.0)
+        stopped.take([LaneQueue(MODEL)], 2, 2.0)
         assert taken_within(lives, 4 * LIFETIME) == [request("r1")]
         assert taken_within(lives, 4 * LIFETIME) == [request("r2")]
         assert stopped.emit([tokens("r1", 0)]) == {"r1"}, "the other has not begun yet"
@@ -322,25 +498,25 @@ class LaneContract:
 
     def test_what_a_worker_holds_stays_its_own(self, lane: OpenLane, worker: LaneWorker) -> None:
         lane.send(request())
-        worker.take([MODEL], 1, 2.0)
+        worker.take([LaneQueue(MODEL)], 1, 2.0)
         other = lane.worker("other")
         for _ in range(6):
             assert worker.hold(["r1"]) == frozenset()
-            assert other.take([MODEL], 1, LIFETIME / 3) == []
+            assert other.take([LaneQueue(MODEL)], 1, LIFETIME / 3) == []
         assert worker.emit([tokens("r1", 0)]) == frozenset()
 
     def test_an_answer_whose_worker_died_is_lost_and_goes_on_in_a_later_attempt(self, lane: OpenLane) -> None:
         dies, lives = lane.worker("dies"), lane.worker("lives")
         stream = LaneStream(request())
         lane.send(stream.request)
-        dies.take([MODEL], 1, 2.0)
+        dies.take([LaneQueue(MODEL)], 1, 2.0)
         dies.emit([tokens("r1", 0), tokens("r1", 1)])
         assert [stream.accept(event) for event in read_events(lane, "r1")] == [tokens("r1", 0), tokens("r1", 1)]
         assert lane.lost([request()]) == frozenset()
         time.sleep(LIFETIME * 1.3)
         assert lane.lost([request(), request("other")]) == {"r1", "other"}
         lane.send(stream.again())
-        (taken,) = lives.take([MODEL], 1, 2.0)
+        (taken,) = lives.take([LaneQueue(MODEL)], 1, 2.0)
         assert (taken.attempt, taken.tokens) == (2, ((0, 7, 1, 7),))
         assert lives.emit([tokens("r1", 0, attempt=2)]) == frozenset()
         assert dies.emit([tokens("r1", 2)]) == {"r1"}, "it was only stopped"
@@ -351,7 +527,7 @@ class LaneContract:
 
     def test_an_ended_answer_is_not_lost(self, lane: OpenLane, worker: LaneWorker) -> None:
         lane.send(request())
-        worker.take([MODEL], 1, 2.0)
+        worker.take([LaneQueue(MODEL)], 1, 2.0)
         worker.emit([ErrorEvent("r1", 1, 0, "engine_error", "no", 500)])
         time.sleep(LIFETIME * 1.3)
         assert lane.lost([request()]) == frozenset()
@@ -360,10 +536,10 @@ class LaneContract:
 
     def test_a_worker_that_has_both_attempts_keeps_the_later_one(self, lane: OpenLane, worker: LaneWorker) -> None:
         lane.send(request())
-        worker.take([MODEL], 1, 2.0)
+        worker.take([LaneQueue(MODEL)], 1, 2.0)
         worker.emit([tokens("r1", 0)])
         lane.send(request(attempt=2))
-        assert worker.take([MODEL], 1, 2.0) == [request(attempt=2)]
+        assert worker.take([LaneQueue(MODEL)], 1, 2.0) == [request(attempt=2)]
         assert worker.emit([tokens("r1", 1), tokens("r1", 0, attempt=2)]) == frozenset()
         assert read_events(lane, "r1") == [tokens("r1", 0), tokens("r1", 0, attempt=2)]
 
@@ -372,7 +548,7 @@ class LaneContract:
         begun, untouched = LaneStream(request("r1")), LaneStream(request("r2"))
         lane.send(begun.request)
         lane.send(untouched.request)
-        ends.take([MODEL], 2, 2.0)
+        ends.take([LaneQueue(MODEL)], 2, 2.0)
         assert ends.emit([tokens("r1", 0), HandBackEvent("r1", 1, 1), HandBackEvent("r2", 1, 0)]) == frozenset()
         assert lane.lost([request("r1"), request("r2")]) == frozenset(), "its callers know already"
         assert ends.hold(["r1", "r2"]) == {"r1", "r2"}
@@ -382,7 +558,7 @@ class LaneContract:
             assert isinstance(accepted[-1], HandBackEvent)
             assert not stream.ended
             lane.send(stream.again())
-        again = sorted(goes_on.take([MODEL], 2, 2.0), key=lambda one: one.id)
+        again = sorted(goes_on.take([LaneQueue(MODEL)], 2, 2.0), key=lambda one: one.id)
         assert [(one.attempt, one.tokens) for one in again] == [(2, ((0, 7),)), (2, ())]
         assert goes_on.emit([end("r1", 0, attempt=2), end("r2", 0, attempt=2)]) == frozenset()
         assert [begun.accept(event) for event in read_events(lane, "r1", begun.position)] == [end("r1", 0, attempt=2)]
@@ -397,7 +573,7 @@ class LaneContract:
             lane.send(request("r3"))
         lane.send(request("r3", model="another"))
         worker = lane.worker("w1")
-        worker.take([MODEL], 1, 2.0)
+        worker.take([LaneQueue(MODEL)], 1, 2.0)
         worker.emit([tokens("r0", 0)])
         lane.send(request("r3"))
 
@@ -405,12 +581,12 @@ class LaneContract:
         lane = make_lane(LaneSettings(worker_timeout_seconds=LIFETIME, max_waiting=1))
         worker = lane.worker("w1")
         lane.send(request("r0"))
-        assert len(worker.take([MODEL], 1, 2.0)) == 1
+        assert len(worker.take([LaneQueue(MODEL)], 1, 2.0)) == 1
         worker.emit([tokens("r0", 0)])
         lane.send(request("r1"))
         again = request("r0", attempt=2, tokens=((0, 7),))
         lane.send(again)
-        assert again in worker.take([MODEL], 2, 2.0)
+        assert again in worker.take([LaneQueue(MODEL)], 2, 2.0)
         with pytest.raises(LaneFull):
             lane.send(request("r2"))
 
@@ -438,7 +614,7 @@ class LaneContract:
         worker = lane.worker("w1")
         lane.send(request("slow"))
         lane.send(request("fast"))
-        worker.take([MODEL], 2, 2.0)
+        worker.take([LaneQueue(MODEL)], 2, 2.0)
         fast, slow = LaneStream(request("fast")), LaneStream(request("slow"))
         for number in range(20):
             assert worker.emit([tokens("slow", number), tokens("fast", number)]) == frozenset()
@@ -456,10 +632,14 @@ def accept_all(stream: LaneStream, events: Sequence[LaneEvent]) -> None:
         assert stream.accept(event) is not None
 
 
+def waits_in(sent: LaneRequest, queue: str) -> bool:
+    return sent.queue == queue or (queue == ADDRESSED_TO_ANY and sent.queue.startswith("@"))
+
+
 def taken_within(worker: LaneWorker, seconds: float) -> list[LaneRequest]:
     """The requests that it takes, polling as workers do."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if taken := worker.take([MODEL], 1, 0.1):
+        if taken := worker.take([LaneQueue(MODEL)], 1, 0.1):
             return taken
     return []

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.lane.ports import OpenLane
+from pipeline.lane.ports import LaneQueue, OpenLane
 from schemas.requests.parsing import CLASSIFY_URL, EMBEDDINGS_URL, RERANK_URL, SCORE_URL
 from schemas.requests.tokenizing import COUNT_TOKENS_URL, DETOKENIZE_URL, TOKENIZE_URL
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
@@ -59,7 +59,7 @@ class LaneWorker:
         while not stop.is_set():
             self.polls += 1
             if not self.hold.is_set():
-                for request in side.take([PIN.key], 2_000, 0.0 if running else 0.01):
+                for request in side.take([LaneQueue(PIN.key)], 2_000, 0.0 if running else 0.01):
                     self.requests[request.id] = request
                     running[request.id] = _Running(request)
             events: list[LaneEvent] = []

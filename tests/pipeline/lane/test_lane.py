@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from pipeline.lane.client import CallSettings, LaneCalls, answer
 from pipeline.lane.memory import MemoryLane
-from pipeline.lane.ports import LANE_OVERRUN, LaneSettings, LaneStream
+from pipeline.lane.ports import LANE_OVERRUN, LaneQueue, LaneSettings, LaneStream
 from pipeline.runtime.availability import ServiceUnavailable
 from schemas.jobs.job import Tier
 from schemas.workers.lane import (
@@ -22,6 +22,7 @@ from schemas.workers.lane import (
     LaneRequest,
     Position,
     TokensEvent,
+    addressed_to,
     event_json,
     read_event,
     read_request,
@@ -47,6 +48,10 @@ def test_events_of_other_attempts_and_repeats_do_not_count() -> None:
     assert stream.accept(tokens(1, 9)) is None, "of the attempt before"
     assert stream.accept(tokens(0, 2, attempt=2)) is not None
     assert stream.again().tokens == ((1, 2),)
+
+
+def test_the_next_attempt_is_addressed_to_no_worker() -> None:
+    assert LaneStream(replace(REQUEST, queue="@w")).again().queue == ""
 
 
 def test_the_next_attempt_knows_the_tokens_of_every_choice() -> None:
@@ -110,7 +115,7 @@ def test_a_lane_that_is_away_for_a_while_is_waited_for() -> None:
     )
     worker = lane.worker("w")
     lane.send(REQUEST)  # as an answer lost on its way back: the request had come through
-    assert worker.take(["m"], 1, 0) == [REQUEST]
+    assert worker.take([LaneQueue("m")], 1, 0) == [REQUEST]
     worker.emit([tokens(0, 1), EndEvent("r1", 1, 1, {"id": "x"})])
     assert [event.kind for event in events] == ["tokens", "end"]
     assert clock.monotonic() == pytest.approx(2.0)
@@ -121,7 +126,7 @@ def test_an_answer_in_memory_is_dropped_when_its_end_was_read() -> None:
     worker = lane.worker("w")
     begin = {"r1": Position(0, 0)}
     lane.send(REQUEST)
-    worker.take(["m"], 1, 0)
+    worker.take([LaneQueue("m")], 1, 0)
     worker.emit([tokens(0, 1)])
     for _ in range(2):
         assert [event.kind for event in lane.read(begin, 0)] == ["tokens"], "it has not ended"
@@ -129,7 +134,7 @@ def test_an_answer_in_memory_is_dropped_when_its_end_was_read() -> None:
     for _ in range(2):
         assert [event.kind for event in lane.read(begin, 0)] == ["tokens", "hand_back"], "another attempt follows"
     lane.send(replace(REQUEST, attempt=2))
-    worker.take(["m"], 1, 0)
+    worker.take([LaneQueue("m")], 1, 0)
     worker.emit([EndEvent("r1", 2, 0, {"id": "x"})])
     assert [event.kind for event in lane.read(begin, 0)] == ["tokens", "hand_back", "end"]
     assert lane.read(begin, 0) == []
@@ -170,13 +175,13 @@ def test_a_request_that_is_lost_too_often_ends_with_an_error_but_handing_back_co
     events: list[LaneEvent] = []
     for attempt in range(1, 6):  # handed back by one worker after the other,
         worker = lane.worker(f"w{attempt}")
-        assert [one.attempt for one in worker.take(["m"], 1, 0)] == [attempt]
+        assert [one.attempt for one in worker.take([LaneQueue("m")], 1, 0)] == [attempt]
         worker.emit([tokens(0, attempt, attempt=attempt), HandBackEvent("r1", attempt, 1)])
         events += [*calls.turn(), *calls.turn()]
     assert [event.kind for event in events] == ["tokens"] * 5
     for attempt in (6, 7):  # then lost with two
         worker = lane.worker(f"w{attempt}")
-        (taken,) = worker.take(["m"], 1, 0)
+        (taken,) = worker.take([LaneQueue("m")], 1, 0)
         assert (taken.attempt, len(taken.tokens[0])) == (attempt, 5)
         worker.emit([TokensEvent("r1", attempt, 0)])
         clock.sleep(2.0)
@@ -193,7 +198,7 @@ def test_between_two_reads_there_is_a_pause_for_each_call_and_what_comes_meanwhi
         calls.start(replace(REQUEST, id=f"r{number}"))
     assert list(calls.turn()) == []
     worker = lane.worker("w")
-    assert len(worker.take(["m"], 3, 0)) == 3
+    assert len(worker.take([LaneQueue("m")], 3, 0)) == 3
     emitted = [TokensEvent(f"r{number}", 1, sequence, 0, (1,)) for sequence in range(2) for number in range(3)]
     worker.emit(emitted)
     assert sorted(calls.turn(), key=emitted.index) == emitted
@@ -228,6 +233,7 @@ def test_requests_and_events_survive_the_wire() -> None:
         attempt=2,
         deadline=START + timedelta(seconds=1),
         tokens=((1, 2), ()),
+        queue=addressed_to("host-1.example-77-ab"),
     )
     for one in (request, REQUEST):
         assert read_request(request_json(one)) == one
@@ -250,6 +256,11 @@ def test_requests_and_events_survive_the_wire() -> None:
         b'{"id": "a", "model": "m", "body": []}',
         b'{"id": "a", "model": "m", "body": {}, "run": 1}',
         b'{"id": "a", "model": "m", "body": {}, "attempt": 0}',
+        b'{"id": "a", "model": "m", "body": {}, "queue": "another"}',
+        b'{"id": "a", "model": "m", "body": {}, "queue": "@"}',
+        b'{"id": "a", "model": "m", "body": {}, "queue": "@a\\n"}',
+        b'{"id": "a", "model": "m", "body": {}, "queue": "@a:b"}',
+        b'{"id": "a", "model": "m", "body": {}, "queue": "@' + b"w" * 256 + b'"}',
         b'{"id": "a", "model": "m", "body": {}, "tokens": [[-1]]}',
         b'{"id": "a", "model": "m", "body": {}, "deadline": "2026-01-01T00:00:00"}',
         b'{"id": "a", "model": "m", "body": ' + b'{"a":' * 5_000 + b"1" + b"}" * 5_001,

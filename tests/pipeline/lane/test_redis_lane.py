@@ -14,7 +14,7 @@ import redis
 from pipeline.adapters.redis.connection import RedisSettings
 from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.client import CallSettings, answer
-from pipeline.lane.ports import START, LaneFull, LaneSettings
+from pipeline.lane.ports import ADDRESSED_TO_ANY, START, LaneFull, LaneQueue, LaneSettings
 from pipeline.lane.redis import RedisLane
 from pipeline.lane.redis_worker import RedisLaneWorker
 from pipeline.runtime.availability import ServiceUnavailable
@@ -67,7 +67,7 @@ class Worker(threading.Thread):
     def run(self) -> None:
         while not self.stop.is_set():
             try:
-                for taken in self.worker.take([MODEL], 1, 0.2):
+                for taken in self.worker.take([LaneQueue(MODEL)], 1, 0.2):
                     known = len(taken.tokens[0]) if taken.tokens else 0
                     self.seen.append((taken.attempt, known))
                     if not self.answer(taken.id, taken.attempt, known):
@@ -191,14 +191,14 @@ def in_seconds(clock: SystemClock, seconds: float) -> Any:
 def test_a_server_that_stands_still_fails_every_call_in_time(redis_server: RedisServer, lane: RedisLane) -> None:
     worker = lane.worker("w")
     lane.send(request())
-    worker.take([MODEL], 1, 2.0)
+    worker.take([LaneQueue(MODEL)], 1, 2.0)
     redis_server.pause()
     for call in (
         lambda: lane.send(request("r2")),
         lambda: lane.read({"r1": START}, 0.1),
         lambda: lane.cancel(request()),
         lambda: lane.lost([request()]),
-        lambda: worker.take([MODEL], 1, 0.1),
+        lambda: worker.take([LaneQueue(MODEL)], 1, 0.1),
         lambda: worker.emit([tokens("r1", 0)]),
         lambda: worker.hold(["r1"]),
     ):
@@ -218,7 +218,7 @@ def test_what_is_no_request_or_event_is_counted_and_passed_over(lane: RedisLane,
         raw.hset(f"{prefix}:lane:wanted:{name}", mapping={"attempt": 1, "number": number, "request": data})
         raw.zadd(f"{prefix}:lane:queue:{MODEL}:default", {name: number})
     raw.zadd(f"{prefix}:lane:queue:{MODEL}:default", {"no such request": 9})
-    assert [one.id for one in worker.take([MODEL], 1, 20.0)] == ["r1"]
+    assert [one.id for one in worker.take([LaneQueue(MODEL)], 1, 20.0)] == ["r1"]
     assert worker.dropped == 4
     assert not raw.exists(*(f"{prefix}:lane:wanted:{name}" for name in strange))
     raw.xadd(f"{prefix}:lane:events:r1", {"event": b'{"kind": "exec"}'}, id="1-0")
@@ -230,10 +230,11 @@ def test_what_is_no_request_or_event_is_counted_and_passed_over(lane: RedisLane,
 def test_every_key_runs_out(open_lane: OpenRedisLane, raw: Any, prefix: str) -> None:
     lane = open_lane(LaneSettings(worker_timeout_seconds=0.3, default_deadline_seconds=0.8, retention_seconds=0.3))
     worker = lane.worker("w")
-    worker.take([MODEL], 1, 0)
+    worker.take([LaneQueue(MODEL)], 1, 0)
     for name in ("r1", "r2", "r3"):
         lane.send(request(name))
-    worker.take([MODEL], 2, 1.0)
+    lane.send(request("r5", queue="@elsewhere"))
+    worker.take([LaneQueue(MODEL)], 2, 1.0)
     worker.emit([tokens("r1", 0), tokens("r2", 0), end("r2", 1)])
     keys = list(raw.scan_iter(f"{prefix}:*"))
     assert len(keys) >= 6
@@ -241,7 +242,7 @@ def test_every_key_runs_out(open_lane: OpenRedisLane, raw: Any, prefix: str) -> 
     time.sleep(1.8)
     assert list(raw.scan_iter(f"{prefix}:*")) == []
     lane.send(request("r4"))
-    assert [one.id for one in worker.take([MODEL], 1, 2.0)] == ["r4"]
+    assert [one.id for one in worker.take([LaneQueue(MODEL)], 1, 2.0)] == ["r4"]
 
 
 def test_given_many_tenants_whose_requests_ran_out_then_the_next_one_is_taken_at_once(
@@ -252,7 +253,7 @@ def test_given_many_tenants_whose_requests_ran_out_then_the_next_one_is_taken_at
         raw.delete(f"{prefix}:lane:wanted:r{number}")  # as at its deadline
     lane.send(request("living", tenant="here"))
     # Waiting for a further request before each of them would take twice as long.
-    assert [one.id for one in lane.worker("w").take([MODEL], 1, 10.0)] == ["living"]
+    assert [one.id for one in lane.worker("w").take([LaneQueue(MODEL)], 1, 10.0)] == ["living"]
 
 
 def let_callers_die(raw: Any, prefix: str) -> None:
@@ -268,18 +269,51 @@ def test_given_callers_that_died_then_their_requests_leave_the_count_and_others_
     lane = open_lane(LaneSettings(max_waiting=2))
     worker = lane.worker("w")
     lane.send(request("taken"))
-    assert [one.id for one in worker.take([MODEL], 1, 2.0)] == ["taken"]
+    assert [one.id for one in worker.take([LaneQueue(MODEL)], 1, 2.0)] == ["taken"]
     lane.send(request("waits", tenant="gone"))
     with pytest.raises(LaneFull):
         lane.send(request("next"))
     let_callers_die(raw, prefix)
     lane.send(request("next"))
     assert lane.waiting([MODEL]) == {MODEL: 1}
-    assert [one.id for one in worker.take([MODEL], 5, 2.0)] == ["next"]
+    assert [one.id for one in worker.take([LaneQueue(MODEL)], 5, 2.0)] == ["next"]
     assert worker.hold(["taken", "next"]) == {"taken"}
     assert not raw.exists(f"{prefix}:lane:queue:{MODEL}:gone", f"{prefix}:lane:wanted:waits")
     let_callers_die(raw, prefix)
     assert lane.waiting([MODEL]) == {MODEL: 0}, "the count alone drops them too"
+
+
+def test_given_callers_that_died_then_their_addressed_requests_leave_all_queues(
+    lane: RedisLane, raw: Any, prefix: str
+) -> None:
+    lane.send(request("r1", tenant="gone", queue="@w"))
+    let_callers_die(raw, prefix)
+    assert lane.waiting([MODEL]) == {MODEL: 0}
+    left = {key.decode().removeprefix(f"{prefix}:lane:") for key in raw.scan_iter(f"{prefix}:lane:*")}
+    assert left == {f"sent:{MODEL}"}
+
+
+def test_given_an_entry_of_a_request_that_was_sent_again_after_its_deadline_then_it_is_taken_where_it_was_sent(
+    lane: RedisLane, raw: Any, prefix: str
+) -> None:
+    worker = lane.worker("w")
+    own, anyone = LaneQueue(MODEL, "@w"), LaneQueue(MODEL, ADDRESSED_TO_ANY)
+    lane.send(request("r1", queue="@w"))
+    raw.delete(f"{prefix}:lane:wanted:r1")  # as at its deadline
+    lane.send(request("r1"))
+    assert worker.take([own, anyone], 9, 0) == []
+    assert lane.waiting([MODEL]) == {MODEL: 1}
+    assert worker.take([LaneQueue(MODEL)], 9, 0) == [request("r1")]
+
+
+def test_given_a_request_of_an_earlier_version_without_a_queue_then_it_is_handed_on(
+    lane: RedisLane, raw: Any, prefix: str
+) -> None:
+    lane.send(request("r1"))
+    raw.hdel(f"{prefix}:lane:wanted:r1", "queue")
+    assert len(lane.worker("dies").take([LaneQueue(MODEL)], 1, 0)) == 1
+    raw.zadd(f"{prefix}:lane:waiting:{MODEL}", {"r1": 1})  # as when it has said nothing for its lifetime
+    assert lane.worker("lives").take([LaneQueue(MODEL)], 1, 0) == [request("r1")]
 
 
 def test_given_a_caller_that_polls_or_has_an_answer_then_its_request_is_not_dropped(
@@ -287,7 +321,7 @@ def test_given_a_caller_that_polls_or_has_an_answer_then_its_request_is_not_drop
 ) -> None:
     worker = lane.worker("w")
     lane.send(request("begun"))
-    worker.take([MODEL], 1, 2.0)
+    worker.take([LaneQueue(MODEL)], 1, 2.0)
     worker.emit([tokens("begun", 0)])
     lane.send(request("waits"))
     let_callers_die(raw, prefix)
@@ -296,4 +330,4 @@ def test_given_a_caller_that_polls_or_has_an_answer_then_its_request_is_not_drop
     assert worker.hold(["begun"]) == frozenset()
     let_callers_die(raw, prefix)
     lane.send(request("waits"))  # by another who took it over
-    assert [one.id for one in worker.take([MODEL], 5, 2.0)] == ["waits"]
+    assert [one.id for one in worker.take([LaneQueue(MODEL)], 5, 2.0)] == ["waits"]

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.lane.memory import MemoryLane
-from pipeline.lane.ports import START
+from pipeline.lane.ports import START, LaneQueue
 from pipeline.ports import ShardTask, queue_name
 from pipeline.worker_client.ports import BY_URGENCY, ShardWork
 from schemas.jobs.job import Tier
@@ -125,7 +125,7 @@ def test_a_model_with_a_lane_request_is_loaded_and_the_request_waits_for_it(
     lane.send(replace(request, attempt=2))
     rotation.begin()
     assert RotatingShardSource(FakeShardSource(0), rotation).take(0) is None
-    assert [one.attempt for one in lane.worker("w").take(["b"], 1, 0)] == [2]
+    assert [one.attempt for one in lane.worker("w").take([LaneQueue("b")], 1, 0)] == [2]
 
 
 def test_that_nothing_more_urgent_is_there_does_not_mean_that_there_is_nothing(

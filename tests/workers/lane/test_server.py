@@ -24,7 +24,7 @@ from engine.runner.null_runner import NullRunner
 from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.client import CallSettings, answer
 from pipeline.lane.memory import MemoryLane
-from pipeline.lane.ports import START, LaneSettings
+from pipeline.lane.ports import START, LaneQueue, LaneSettings
 from pipeline.worker_client.ports import BY_URGENCY, ShardWork
 from schemas.jobs.job import Tier
 from schemas.workers.lane import EndEvent, ErrorEvent, HandBackEvent, LaneEvent, LaneRequest, TokensEvent
@@ -556,7 +556,7 @@ def test_given_a_worker_that_falls_silent_another_answers(host: Any, kit: Any, l
     silent = lane.worker("silent")
     lane_request = request(model, kit.chat("x", max_tokens=30, ignore_eos=True))
     lane.send(lane_request)
-    assert silent.take([lane_request.model], 1, 1.0) == [lane_request]
+    assert silent.take([LaneQueue(lane_request.model)], 1, 1.0) == [lane_request]
     silent.emit([TokensEvent(lane_request.id, 1, 0, tokens=(256,), text="?")])
     work(model)
     events = events_of(lane, lane_request)

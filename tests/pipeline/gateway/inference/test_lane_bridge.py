@@ -10,6 +10,7 @@ from pipeline.gateway.http.metrics import HttpMetrics
 from pipeline.gateway.inference.lane_bridge import LaneBridge
 from pipeline.lane.client import CallSettings
 from pipeline.lane.memory import MemoryLane
+from pipeline.lane.ports import LaneQueue
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest
 from tests.waiting import HANG_SECONDS
 
@@ -33,7 +34,7 @@ def test_an_event_that_cant_be_handled_ends_only_its_own_request() -> None:
         for name in events:
             await bridge.start(LaneRequest(name, "m", {}), handle_event)
         worker = lane.worker("w")
-        assert len(worker.take(["m"], 2, 2.0)) == 2
+        assert len(worker.take([LaneQueue("m")], 2, 2.0)) == 2
         worker.emit([EndEvent(name, 1, 0, {}) for name in events])
         running = threading.Thread(target=bridge.run, args=(stop,))
         running.start()

@@ -13,7 +13,7 @@ from pipeline.adapters.system_clock import SystemClock
 from pipeline.ingest.celery.generate_task import GenerateCalls, GenerateSettings
 from pipeline.ingest.celery.tasks import TryLater
 from pipeline.lane.memory import MemoryLane
-from pipeline.lane.ports import LaneSettings
+from pipeline.lane.ports import LaneQueue, LaneSettings
 from pipeline.models.catalog import Catalog
 from schemas.jobs.job import Tier
 from schemas.models import CatalogEntry, ModelPin
@@ -76,7 +76,7 @@ class GenerateHarness:
         return task
 
     def taken(self, most: int = 1) -> list[LaneRequest]:
-        return self.worker.take([PIN.key], most, 2.0)
+        return self.worker.take([LaneQueue(PIN.key)], most, 2.0)
 
     def end(self) -> None:
         self.stop.set()

@@ -28,6 +28,7 @@ from pipeline.ingest.celery.tasks import CeleryTasks, TaskSettings
 from pipeline.ingest.intake import Intake, IntakeSettings
 from pipeline.inputs.pinning import pin_input
 from pipeline.lane.memory import MemoryLane
+from pipeline.lane.ports import LaneQueue
 from pipeline.ledger.ledger import JobLedger
 from pipeline.models.catalog import Catalog
 from pipeline.ports import World
@@ -348,12 +349,12 @@ def test_a_single_answer_is_stored_for_its_caller_and_nothing_can_be_linked_to_i
     harness.ingest(generating=GenerateCalls(lane, Catalog(harness.world.store), harness.world.clock))
     body = {"model": "tiny", "prompt": "x"}
     sent = harness.call("generate", body, "bulk", timeout=20)
-    (one,) = lane.worker("w").take([PIN.key], 1, WAIT)
+    (one,) = lane.worker("w").take([LaneQueue(PIN.key)], 1, WAIT)
     assert (one.tier.value, one.body) == ("bulk", body)
     lane.worker("w").emit([EndEvent(one.id, 1, 0, {"id": "cmpl-1"})])
     assert sent.get(timeout=HANG_SECONDS) == {"id": "cmpl-1"}
     classified = harness.call("generate", {"model": "tiny", "input": "x"}, url="/v1/classify")
-    (one,) = lane.worker("w").take([PIN.key], 1, WAIT)
+    (one,) = lane.worker("w").take([LaneQueue(PIN.key)], 1, WAIT)
     lane.worker("w").emit([EndEvent(one.id, 1, 0, {"id": "classify-1"})])
     assert (one.url, classified.get(timeout=HANG_SECONDS)) == ("/v1/classify", {"id": "classify-1"})
     linked = harness.caller.signature("tokenmill.generate", args=[body]).set(queue=harness.queue)

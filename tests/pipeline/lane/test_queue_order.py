@@ -1,0 +1,56 @@
+"""The order in which a worker takes from a model's sub-queues."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pipeline.lane.memory import MemoryLane
+from pipeline.lane.queue_order import QueueOrder, queues_of_no_worker
+from schemas.workers.lane import LaneRequest
+from tests.pipeline.simulation import SimulatedClock
+
+STEAL_AFTER = 0.25
+
+
+def send(lane: MemoryLane, queue: str, count: int) -> None:
+    for number in range(count):
+        lane.send(LaneRequest(f"{queue.strip('@') or 'general'}-{number}", "m", {}, queue=queue))
+
+
+def take(lane: MemoryLane, order: QueueOrder, calls: int) -> list[str]:
+    """The kinds of requests that so many calls take, each with room for one."""
+    worker = lane.worker("w")
+    return [one.id.partition("-")[0] for _ in range(calls) for one in worker.take(order.next(), 1, 0)]
+
+
+def test_given_a_busy_worker_then_no_queue_starves() -> None:
+    clock = SimulatedClock()
+    lane, order = MemoryLane(clock), QueueOrder("m", "w", STEAL_AFTER)
+    for queue in ("", "@dead", "@w"):
+        send(lane, queue, 100)
+    assert set(take(lane, order, 40)) == {"w", "general"}, "the others' are for others"
+    clock.sleep(60.0)
+    counts = Counter(take(lane, order, 80))
+    assert counts["general"] >= 30
+    assert counts["w"] >= 30
+    assert counts["dead"] >= 5
+
+
+def test_given_nothing_of_its_own_then_a_worker_takes_what_has_waited_for_another() -> None:
+    clock = SimulatedClock()
+    lane, order = MemoryLane(clock), QueueOrder("m", "w", STEAL_AFTER)
+    send(lane, "@other", 3)
+    assert take(lane, order, 16) == []
+    clock.sleep(STEAL_AFTER)
+    assert take(lane, order, 16) == ["other"] * 3
+
+
+def test_a_worker_that_has_not_loaded_a_model_sees_its_general_and_its_stealable_requests() -> None:
+    clock = SimulatedClock()
+    lane = MemoryLane(clock)
+    worker = lane.worker("w")
+    send(lane, "@other", 1)
+    assert worker.take(queues_of_no_worker("m", STEAL_AFTER), 9, 0) == []
+    clock.sleep(STEAL_AFTER)
+    send(lane, "", 1)
+    assert [one.id for one in worker.take(queues_of_no_worker("m", STEAL_AFTER), 9, 0)] == ["general-0", "other-0"]
