@@ -34,6 +34,8 @@ class CacheConfig:
         tier_folder: a folder that holds a second tier of the prefix cache, which processes may share and later ones
             find (`engine.cache.folder_tier`); None: there is none.
         tier_bytes: maximum bytes of the blocks in it.
+        exchange_bytes: maximum bytes of host memory that hold blocks imported from other engines
+            (`engine.block_exchange`); None: blocks are neither imported nor exported.
     """
 
     block_size: int | None = None
@@ -47,6 +49,7 @@ class CacheConfig:
     host_bytes: int | None = None
     tier_folder: str | None = None
     tier_bytes: int = 10_000_000_000
+    exchange_bytes: int | None = None
 
     @property
     def block_tokens(self) -> int:
@@ -56,7 +59,11 @@ class CacheConfig:
     @property
     def second_tiers(self) -> str:
         """The command's options that enable the second tiers that are set, joined by "and"; empty: none is set."""
-        options = {"--kv-offloading-size": self.host_bytes, "--kv-cache-dir": self.tier_folder}
+        options = {
+            "--kv-offloading-size": self.host_bytes,
+            "--kv-cache-dir": self.tier_folder,
+            "--role": self.exchange_bytes,
+        }
         return " and ".join(option for option, value in options.items() if value is not None)
 
 

@@ -18,6 +18,7 @@ from engine.attention import (
     make_backend,
     supports_fp8_cache,
 )
+from engine.block_exchange import BlockExchange
 from engine.cache.block_tier import TierStats
 from engine.config import EngineConfig, KVDType, SpeculationConfig
 from engine.errors import EngineError, RequestRefused
@@ -45,7 +46,7 @@ from engine.runner.graphs import make_graphs, may_capture
 from engine.runner.memory import plan_cache
 from engine.runner.null_runner import NullRunner
 from engine.runner.runner import AheadRunner, ModelRunner, StateReader, StepRunner
-from engine.runner.second_tier import SecondTier, check_second_tier, open_second_tier
+from engine.runner.second_tier import SecondTier, block_identity, check_second_tier, open_second_tier
 from engine.runner.step_size import LAUNCH_SECONDS, fit_step_size
 from engine.runner.warm_up import compile_launches
 from engine.sampling.rows import check_params
@@ -84,7 +85,8 @@ class EngineStats:
             needed before the next one could be planned, where steps are planned ahead.
         steps_recorded: steps that replayed a graph.
         steps_out_of_memory: steps that ran out of device memory; their sequences were computed again.
-        tier, host_tier: of the second tiers of the prefix cache on a disk, and in host memory; None: there is none.
+        tier, host_tier, imported: of the second tiers of the prefix cache on a disk, in host memory, and of blocks that
+            were imported from other engines; None: there is none.
     """
 
     computed: int
@@ -109,6 +111,7 @@ class EngineStats:
     steps_out_of_memory: int = 0
     tier: TierStats | None = None
     host_tier: TierStats | None = None
+    imported: TierStats | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -243,11 +246,13 @@ class Engine:
         device: torch.device | None = None,
         routed: RoutedModel | None = None,
         second_tier: SecondTier | None = None,
+        identity: str | None = None,
     ) -> None:
         """`attention_name`: of the backend in use, with the instruction set of native kernels. `make_proposer`: creates
         the proposer, where the settings enable one other than n-grams. `weight_bytes`: of the weights, by their form,
         where the model reports them. `device`: that computes the steps; None: the CPU. `routed`: the model, where it
-        may count the rows of its experts. `second_tier`: of the prefix cache."""
+        may count the rows of its experts. `second_tier`: of the prefix cache. `identity`: of its blocks, where other
+        engines may use them (`engine.runner.second_tier.block_identity`)."""
         self.config = config
         self.spec = spec
         self.max_model_len = max_model_len
@@ -266,7 +271,12 @@ class Engine:
         )
         self._second_tier = second_tier
         if second_tier is not None:
-            self.scheduler.use_tiers(second_tier.host, second_tier.disk, second_tier.max_loads)
+            self.scheduler.use_tiers(second_tier.host, second_tier.imported, second_tier.disk, second_tier.max_loads)
+        self.block_exchange: BlockExchange | None = None
+        if second_tier is not None and second_tier.imported is not None and identity is not None:
+            self.block_exchange = BlockExchange(
+                self.scheduler, second_tier, identity, config.cache.block_tokens, spec.rope_original_max
+            )
         self._runner = make_runner(self.scheduler)
         if config.speculation.method != "off":
             lengths = make_draft_lengths(config.speculation, config.schedule.rows)
@@ -374,17 +384,21 @@ class Engine:
             eagle = HeadProposerState(head, groups, block_size, spec.vocab_size, resolve_max_drafts(config.speculation))
             make_proposer = partial(eagle.proposer, attend=attend)
         name = attention.name if native is None else f"{attention.name} ({native.name})"
+        identity: str | None = None
         if config.cache.second_tiers:
             tensors = [attention.block_tensors(group) for group in range(len(attending))]
             tensors += [] if states is None else [states.block_tensors()]
-            second_tier = open_second_tier(
-                config, groups, BlockTransfer(tensors), model_digest, (str(spec.dtype), device.type, name, limit)
-            )
+            blocks = BlockTransfer(tensors)
+            if model_digest is not None:
+                computed = str(spec.dtype), device.type, name, limit
+                identity = block_identity(config, model_digest(), computed, blocks.layout)
+            second_tier = open_second_tier(config, groups, blocks, identity)
         return cls(
             config, spec, groups, limit, lambda scheduler: compute_recorded(scheduler.rows),
             attention_name=name, make_proposer=make_proposer,
             weight_bytes=model.weight_bytes() if isinstance(model, WeighedModel) else None, device=device,
             routed=model if isinstance(model, RoutedModel) else None, second_tier=second_tier,
+            identity=identity,
         )  # fmt: skip
 
     @classmethod
@@ -580,6 +594,7 @@ class Engine:
             steps_out_of_memory=self._loop.stats.out_of_memory,
             tier=None if tiers is None or tiers.disk is None else tiers.disk.stats(),
             host_tier=None if tiers is None or tiers.host is None else tiers.host.stats(),
+            imported=None if tiers is None or tiers.imported is None else tiers.imported.stats(),
         )
 
     def expert_load(self) -> ExpertLoad | None:

@@ -18,7 +18,15 @@ from pipeline.ports import Clock, Heartbeats
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import JobStatus
 from schemas.jobs.results import RowStatus
-from schemas.workers.metrics import THROTTLE_REASONS, GpuMetrics, HistogramSample, SloMetrics, SloWeights, WorkerMetrics
+from schemas.workers.metrics import (
+    THROTTLE_REASONS,
+    GpuMetrics,
+    HandoverMetrics,
+    HistogramSample,
+    SloMetrics,
+    SloWeights,
+    WorkerMetrics,
+)
 
 if TYPE_CHECKING:
     from pipeline.gateway.http.metrics import HttpMetrics
@@ -278,6 +286,8 @@ def _worker(samples: Samples, known: WorkerMetrics, worker: str | None) -> None:
     value("tokenmill_lane_requests", known.lane_waiting, "waiting")
     if known.pace is not None:
         _pace(value, known.pace)
+    if known.handover is not None:
+        _handover(value, known.handover)
     for gpu in known.gpus:
         _gpu(value, gpu)
 
@@ -293,6 +303,21 @@ def _pace(value: Callable[..., None], pace: SloMetrics) -> None:
     missed = {"ttft": pace.late_first_tokens, "itl": pace.late_tokens, "deadline": pace.drops}
     for promise, count in missed.items():
         value("tokenmill_slo_missed_total", count, promise)
+
+
+def _handover(value: Callable[..., None], handover: HandoverMetrics) -> None:
+    requests = {
+        "sent": handover.offered_requests,
+        "received": handover.fetched_requests,
+        "refused": handover.refused_requests,
+    }
+    for outcome, count in requests.items():
+        value("tokenmill_handovers_total", count, outcome)
+    value("tokenmill_kv_transfer_bytes_total", handover.sent_bytes, "sent")
+    value("tokenmill_kv_transfer_bytes_total", handover.received_bytes, "received")
+    for reason, count in (("expired", handover.expired_offers), ("broken", handover.broken_transfers)):
+        value("tokenmill_kv_transfers_failed_total", count, reason)
+    value("tokenmill_kv_fetch_seconds_total", handover.fetch_seconds)
 
 
 def _gpu(value: Callable[..., None], gpu: GpuMetrics) -> None:

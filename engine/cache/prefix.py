@@ -39,6 +39,13 @@ class HashChain:
         self._digest = digest
         self._digests = [digest(b"", self.root_key)]
 
+    @classmethod
+    def of_prompt(cls, salt: bytes, num_tokens: int, rope_original_max: int | None, digest: Digest) -> HashChain:
+        """Make the chain of a prompt of `num_tokens`. Beyond `rope_original_max` tokens all its keys depend on its
+        length (`ModelSpec.rope_original_max`; None: none do)."""
+        depends = rope_original_max is not None and num_tokens > rope_original_max
+        return cls(salt, num_tokens if depends else None, digest)
+
     @property
     def root_digest(self) -> bytes:
         return self._digests[0]

@@ -28,9 +28,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.cache.block_tier import BlockTier
+from engine.cache.block_tier import BlockKey, BlockTier
 from engine.cache.blocks import BlockPool
 from engine.cache.host_tier import HostTier
+from engine.cache.imported_blocks import ImportedBlocks
 from engine.cache.prefix import Digest, HashChain, PrefixIndex, PrefixNode, chain_digest
 from engine.cache.tiering import Tiering
 from engine.plan import NO_BLOCK, BlockCopy, BlockRef, CacheGroup, RowState
@@ -82,12 +83,14 @@ class CacheTables:
         self.state_groups = [i for i, group in enumerate(groups) if group.snapshot_blocks is not None]
         self._windows = [(i, group.window) for i, group in enumerate(groups) if group.window is not None]
         self._full = [i for i, group in enumerate(groups) if group.window is None]
+        self._reaches = [None if group.window is None else self.blocks_for(group.window - 1) for group in groups]
         self.tiering: Tiering | None = None
 
-    def use_tiers(self, host: HostTier | None, disk: BlockTier | None, max_loads: int) -> None:
+    def use_tiers(
+        self, host: HostTier | None, imported: ImportedBlocks | None, disk: BlockTier | None, max_loads: int
+    ) -> None:
         """Set the second tiers. `max_loads`: blocks of a full-attention group that one step may load."""
-        reaches = [None if group.window is None else self.blocks_for(group.window - 1) for group in self.groups]
-        self.tiering = Tiering(host, disk, self.pools, self.index, reaches, self.block_size, max_loads)
+        self.tiering = Tiering(host, imported, disk, self.pools, self.index, self._reaches, self.block_size, max_loads)
 
     def set_time(self, now: float) -> None:
         """Set the time (seconds) that retained blocks are retained from."""
@@ -238,6 +241,22 @@ class CacheTables:
             shared = tiering.shared.pop(row)
             if tip is not None and depth != _UNPUBLISHED:
                 tiering.queue(tip, depth, shared)
+
+    def blocks_to_export(self, row: int, positions: int) -> list[tuple[BlockKey, int]]:
+        """Return the names and blocks that a hit of the row's first `positions` needs, the beginning first, as far as
+        they are published."""
+        node, depth = self._tips[row], int(self.published[row])
+        if node is None or depth == _UNPUBLISHED:
+            return []
+        end = min(depth, positions // self.block_size)
+        found: list[tuple[BlockKey, int]] = []
+        while node.parent is not None:
+            depth -= 1
+            for group, (block, reach) in enumerate(zip(node.blocks, self._reaches, strict=True)):
+                if block != NO_BLOCK and depth < end and (reach is None or depth >= end - reach):
+                    found.append((BlockKey(group, node.digest, node.token_bytes), block))
+            node = node.parent
+        return found[::-1]
 
     def num_held(self, group: int, row: int) -> int:
         """Return how many blocks of the group the row has."""

@@ -1,4 +1,5 @@
-"""Exchanges blocks between the pools and the second tiers of the prefix cache: host memory, a disk, or both.
+"""Exchanges blocks between the pools and the second tiers of the prefix cache: host memory, blocks that were imported
+from another engine, a disk, or several of them.
 
 Loading precedes a lookup: before a waiting sequence (or a row at a block's border) looks for hits, the blocks that the
 tiers have beyond the pools are allocated, published and released, so that they are cached blocks like others. The step
@@ -13,6 +14,9 @@ Host memory gets each cached block that is evicted, so those of preempted rows, 
 of all its whole blocks, generated tokens included. The step that gives a block to a new owner copies it first
 (`StepPlan.store_blocks`). A block may be evicted before a row has shown that its values are finite; it is marked then
 (`BlockStore.is_suspect`), and so is the block that it is loaded to, which is zeroed before it gets another owner.
+
+Imported blocks (`engine.cache.imported_blocks`) leave their tier when they are loaded. They count as suspect, too: no
+row here has shown that they are finite.
 
 The disk gets only prefixes that are worth their bytes: those that another request has hit, and those that a request
 retains. They are stored once a row that read them had finite logits.
@@ -31,6 +35,7 @@ from numpy.typing import NDArray
 from engine.cache.block_tier import BlockKey, BlockTier, Bytes
 from engine.cache.blocks import BlockPool
 from engine.cache.host_tier import HostTier
+from engine.cache.imported_blocks import ImportedBlocks
 from engine.cache.prefix import HashChain, PrefixIndex, PrefixNode
 from engine.plan import NO_BLOCK, BlockLoad, BlockStore
 
@@ -53,7 +58,7 @@ class Tiering:
     """Decides which blocks are loaded and stored.
 
     Args:
-        host, disk: the tiers, in the order in which blocks are looked up; None: there is none of this kind.
+        host, imported, disk: the tiers, in the order in which blocks are looked up; None: there is none of this kind.
         reaches: per group the blocks before a position that a hit there needs; None: all of them.
         max_loads: blocks of a full-attention group that one step may load.
 
@@ -65,6 +70,7 @@ class Tiering:
     def __init__(
         self,
         host: HostTier | None,
+        imported: ImportedBlocks | None,
         disk: BlockTier | None,
         pools: Sequence[BlockPool],
         index: PrefixIndex,
@@ -73,6 +79,7 @@ class Tiering:
         max_loads: int,
     ) -> None:
         self._host = host
+        self._imported = imported
         self._disk = disk
         self.has_disk = disk is not None
         self.shared: dict[int, int] = {}
@@ -167,12 +174,13 @@ class Tiering:
         key = link.key(group)
         if key in absent:
             return False
-        in_host = self._host is not None and self._host.contains(key)
-        return in_host or (self._disk is not None and self._disk.contains(key))
+        return any(tier.contains(key) for tier in (self._host, self._imported, self._disk) if tier is not None)
 
     def _read(self, key: BlockKey) -> Bytes | None:
-        data = None if self._host is None else self._host.load(key)
-        return self._disk.load(key) if data is None and self._disk is not None else data
+        for tier in (self._host, self._imported, self._disk):
+            if tier is not None and (data := tier.load(key)) is not None:
+                return data
+        return None
 
     def _has_room(self, needed: list[tuple[int, _Link]]) -> bool:
         """Whether the pools can allocate the missing blocks without evicting those that are hit."""
@@ -207,11 +215,16 @@ class Tiering:
             if link.digest in nodes and link.block(group) == NO_BLOCK:
                 (block,) = self._pools[group].allocate(1)
                 self._pools[group].publish(block, nodes[link.digest])
-                if self._host is None or not self._host.contains(link.key(group)):
+                key = link.key(group)
+                if self._host is not None and self._host.contains(key):
+                    is_suspect = self._host.is_suspect(key)
+                elif is_suspect := self._imported is not None and self._imported.contains(key):
+                    self._imported.take(key)
+                else:
                     nodes[link.digest].on_disk |= {group}
-                elif self._host.is_suspect(link.key(group)):
+                if is_suspect:
                     self._pools[group].suspect(block)
-                self._loads[group, block] = nodes[link.digest], BlockLoad(group, block, read[link.key(group)])
+                self._loads[group, block] = nodes[link.digest], BlockLoad(group, block, read[key])
                 held.append((group, block))
         for group, block in reversed(held):
             self._pools[group].release([block])

@@ -14,6 +14,7 @@ import torch
 from engine.cache.block_tier import BlockKey, BlockTier, Bytes
 from engine.cache.folder_tier import FolderTier
 from engine.cache.host_tier import HostTier
+from engine.cache.imported_blocks import ImportedBlocks
 from engine.config import EngineConfig
 from engine.device_transfer import Download
 from engine.errors import EngineError, OutOfMemory
@@ -31,15 +32,21 @@ MAX_STORE_BYTES: Final = 16 << 20
 
 
 class SecondTier:
-    """Tiers in host memory and on a disk (None: there is none of this kind), and what copies blocks to and from them.
+    """Tiers in host memory, of imported blocks and on a disk (None: there is none of this kind), and what copies blocks
+    to and from them.
 
     Attributes:
         max_loads: blocks of a full-attention group that one step loads.
+        block_bytes: per group, bytes of a block.
     """
 
-    def __init__(self, host: HostTier | None, disk: BlockTier | None, blocks: BlockTransfer) -> None:
+    def __init__(
+        self, host: HostTier | None, imported: ImportedBlocks | None, disk: BlockTier | None, blocks: BlockTransfer
+    ) -> None:
         self.host = host
+        self.imported = imported
         self.disk = disk
+        self.block_bytes = tuple(blocks.block_bytes)
         self.max_loads = max(1, MAX_LOAD_BYTES // sum(blocks.block_bytes))
         self._blocks = blocks
         self._max_stores = max(1, MAX_STORE_BYTES // sum(blocks.block_bytes))
@@ -78,6 +85,16 @@ class SecondTier:
             if scheduler.has_work or not groups:
                 return
 
+    def read(self, blocks: Sequence[tuple[BlockKey, int]]) -> list[tuple[BlockKey, Callable[[], Bytes]]]:
+        """Copy blocks as they are after the steps submitted so far. Returns what waits for each one's bytes, uint8
+        [bytes], on any thread."""
+        found: list[tuple[BlockKey, Callable[[], Bytes]]] = []
+        for group in sorted({key.group for key, _ in blocks}):
+            own = [(key, block) for key, block in blocks if key.group == group]
+            content = self._blocks.read(group, [block for _, block in own])
+            found += [(key, partial(_line, content, at)) for at, (key, _) in enumerate(own)]
+        return found
+
     def close(self) -> None:
         """Complete what is being stored on the disk."""
         if self.disk is not None:
@@ -97,7 +114,8 @@ def check_second_tier(config: EngineConfig, model_digest: Callable[[], str] | No
         raise EngineError(f"{name} doesn't hold the keys of speculate {method!r}; use ngram, auto or off")
     if not config.cache.prefix_caching:
         raise EngineError(f"{name} needs prefix_caching; leave one of them out")
-    if config.cache.tier_folder is not None and model_digest is None:
+    by_digest = config.cache.tier_folder is not None or config.cache.exchange_bytes is not None
+    if by_digest and model_digest is None:
         raise EngineError(f"{name} finds blocks by the model's digest: give Engine.load a model_digest")
 
 
@@ -105,29 +123,44 @@ def open_second_tier(
     config: EngineConfig,
     groups: Sequence[CacheGroup],
     blocks: BlockTransfer,
-    model_digest: Callable[[], str] | None,
-    computed: tuple[object, ...],
+    identity: str | None,
 ) -> SecondTier | None:
     """Open the second tiers that the settings name; None: they name none.
 
     Args:
-        computed: what keys and values depend on besides the model, tokens and settings: dtype, device, name of the
-            kernels, maximum length. With the kernels' name, loaded blocks have the bits of computed ones.
+        identity: of the blocks (`block_identity`), where a tier is shared with other engines.
 
     Raises:
         OutOfMemory: the host memory that the settings name isn't free, or not even a block fits it.
     """
     cache = config.cache
-    host, disk = None, None
+    host, imported, disk = None, None, None
     if cache.host_bytes is not None:
         host = HostTier(blocks.allocate_host(host_blocks(cache.host_bytes, groups, blocks.block_bytes)))
+    if cache.exchange_bytes is not None:
+        imported = ImportedBlocks(cache.exchange_bytes)
     if cache.tier_folder is not None:
-        assert model_digest is not None, "check_second_tier has refused this"
-        versions = [_version(name) for name in ("tokenmill", "torch", "transformers")]  # others may compute differently
-        settings = (config.own_models, config.quantize, config.kv_dtype, cache.block_tokens)
-        identity = repr((versions, settings, (model_digest(), *computed), blocks.layout))
+        assert identity is not None, "check_second_tier has refused this"
         disk = FolderTier(Path(cache.tier_folder), identity, cache.tier_bytes)
-    return None if host is None and disk is None else SecondTier(host, disk, blocks)
+    if host is None and imported is None and disk is None:
+        return None
+    return SecondTier(host, imported, disk, blocks)
+
+
+def block_identity(
+    config: EngineConfig, model_digest: str, computed: tuple[object, ...], layout: Sequence[object]
+) -> str:
+    """Return what blocks of two engines must have in common so that one can use the other's: all that their bytes
+    depend on besides tokens and owner.
+
+    Args:
+        computed: what keys and values depend on besides the model, tokens and settings: dtype, device, name of the
+            kernels, maximum length. With the kernels' name, loaded blocks have the bits of computed ones.
+        layout: `BlockTransfer.layout`.
+    """
+    versions = [_version(name) for name in ("tokenmill", "torch", "transformers")]  # others may compute differently
+    settings = (config.own_models, config.quantize, config.kv_dtype, config.cache.block_tokens)
+    return repr((versions, settings, (model_digest, *computed), layout))
 
 
 def host_blocks(size: int, groups: Sequence[CacheGroup], block_bytes: Sequence[int]) -> list[int]:

@@ -48,8 +48,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.cache.block_demand import BlockDemand
-from engine.cache.block_tier import BlockTier
+from engine.cache.block_tier import BlockKey, BlockTier
 from engine.cache.host_tier import HostTier
+from engine.cache.imported_blocks import ImportedBlocks
 from engine.cache.prefix import Digest, chain_digest
 from engine.cache.tables import CacheTables
 from engine.config import ScheduleConfig
@@ -226,10 +227,22 @@ class Scheduler:
         self._drafting = Drafting(self._batch, proposer, lengths, self._demand.max_chunk, budget)
         self._planner.drafting = self._drafting
 
-    def use_tiers(self, host: HostTier | None, disk: BlockTier | None, max_loads: int) -> None:
+    def use_tiers(
+        self, host: HostTier | None, imported: ImportedBlocks | None, disk: BlockTier | None, max_loads: int
+    ) -> None:
         """Use second tiers of the prefix cache from the next step on. `max_loads`: blocks of a full-attention group
         that one step may load."""
-        self._cache.use_tiers(host, disk, max_loads)
+        self._cache.use_tiers(host, imported, disk, max_loads)
+
+    def blocks_to_export(self, request_id: str) -> list[tuple[BlockKey, int]]:
+        """Return the names and blocks of a running request's prompt, the beginning first, as far as it led to finite
+        values. They must be read before the next step is submitted. Empty: no choice of it is running, or none of its
+        blocks is published."""
+        for sequence in self._requests.get(request_id, ()):
+            if sequence.state is SequenceState.RUNNING:
+                confirmed = int(self._batch.confirmed[sequence.row])
+                return self._cache.blocks_to_export(sequence.row, min(confirmed, sequence.prompt_len))
+        return []
 
     def take_stores(self, max_blocks: int) -> list[BlockStore]:
         """Take up to so many blocks that the second tier on disk is to have. They must be read before the next step is

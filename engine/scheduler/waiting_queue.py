@@ -213,9 +213,9 @@ class WaitingQueue:
             if first is not None:
                 sequence.chain = first.fork(sequence.prompt_len // self._cache.block_size)
             else:
-                limit = self._rope_original_max
-                length = sequence.prompt_len if limit is not None and sequence.prompt_len > limit else None
-                sequence.chain = HashChain(sequence.request.salt, length, self._cache.index.digest)
+                sequence.chain = HashChain.of_prompt(
+                    sequence.request.salt, sequence.prompt_len, self._rope_original_max, self._cache.index.digest
+                )
         return sequence.chain
 
     def _heap_of(self, sequence: Sequence) -> LazyHeap[Sequence, Order]:

@@ -177,6 +177,7 @@ def _refused(config: EngineConfig) -> tuple[tuple[bool, str, str], ...]:
         ),
         (config.cache.host_bytes is not None, "--kv-offloading-size", "give --engine-option kv_offloading_size=…"),
         (config.cache.tier_folder is not None, "--kv-cache-dir", "give --engine-option kv_transfer_config={…}"),
+        (config.cache.exchange_bytes is not None, "--role", "give --engine-option kv_transfer_config={…}"),
         (config.expert_counts is not None, "expert_counts", "give --engine-option enable_eplb=…"),
         (
             config.expert_parallel and config.tensor_parallel == 1,

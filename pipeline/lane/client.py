@@ -17,7 +17,7 @@ from pipeline.lane.ports import Lane, LaneFull, LaneStream
 from pipeline.ports import Clock, PipelineError
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.tracing import NO_SPAN, NO_TRACES, Span, Traces
-from schemas.workers.lane import ErrorEvent, HandBackEvent, LaneEvent, LaneRequest
+from schemas.workers.lane import ErrorEvent, HandBackEvent, KVSource, LaneEvent, LaneRequest
 
 LANE_UNAVAILABLE: Final = "lane_unavailable"
 LANE_FULL: Final = "lane_full"
@@ -207,7 +207,7 @@ class LaneCalls:
                 continue
             call.checked_at = self._clock.monotonic()
             if isinstance(counted, HandBackEvent):
-                self._resend(call, "handed back by its worker")
+                self._resend(call, "handed back by its worker", counted.kv_source)
                 continue
             if call.stream.ended:
                 self._forget(call)
@@ -221,10 +221,11 @@ class LaneCalls:
             return
         self._resend(call, "lost")
 
-    def _resend(self, call: _Call, why: str) -> None:
-        request = call.stream.again()
+    def _resend(self, call: _Call, why: str, kv_source: KVSource | None = None) -> None:
+        request = call.stream.again(kv_source)
         call.span.event("sent again", {"tokenmill.attempt": request.attempt, "tokenmill.reason": why})
-        logger.warning("request sent again", request=request.id, attempt=request.attempt, why=why)
+        if kv_source is None:
+            logger.warning("request sent again", request=request.id, attempt=request.attempt, why=why)
         call.sent = False
 
     def _fail(self, call: _Call, code: str, message: str, status: int) -> LaneEvent:

@@ -18,8 +18,10 @@ from typing import Final, Protocol
 from pipeline.ports import PipelineError
 from schemas.workers.lane import (
     ADDRESSED_MARK,
+    DECODE,
     EndEvent,
     ErrorEvent,
+    KVSource,
     LaneEvent,
     LaneRequest,
     Position,
@@ -193,7 +195,8 @@ def full_message(request: LaneRequest, settings: LaneSettings, own: int) -> str:
 class LaneStream:
     """The stream of one answer: only events of the current attempt, in order, and always with an end.
 
-    A worker that is being stopped may hand its attempt back (`HandBackEvent`): then the next attempt is due.
+    A worker that is being stopped, or that only computes prompts, may hand its attempt back (`HandBackEvent`): then the
+    next attempt is due.
 
     Attributes:
         request: the current attempt.
@@ -221,12 +224,18 @@ class LaneStream:
             self._tokens.setdefault(event.choice, []).extend(event.tokens)
         return event
 
-    def again(self) -> LaneRequest:
+    def again(self, kv_source: KVSource | None = None) -> LaneRequest:
         """Start the next attempt, which continues after the received tokens; from now on only its events count. It is
-        addressed to no worker."""
+        addressed to no worker. `kv_source`: where the prompt's blocks are, for a decode worker."""
         choices = range(max(self._tokens, default=-1) + 1)
         tokens = tuple(tuple(self._tokens.get(choice, ())) for choice in choices)
-        self.request = replace(self.request, attempt=self.request.attempt + 1, tokens=tokens, queue="")
+        self.request = replace(
+            self.request,
+            attempt=self.request.attempt + 1,
+            tokens=tokens,
+            queue="" if kv_source is None else DECODE,
+            kv_source=kv_source,
+        )
         self.position, self._next = Position(self.request.attempt - 1, 2**53 - 1), 0
         return self.request
 

@@ -2,7 +2,11 @@
 
 No order is right at all times. A worker that always took its own requests first would let the general queue starve
 while it is busy, and one that took others' last would never take those of a dead worker. So the order changes from call
-to call: its own requests and the general ones come first in turn, and in every eighth call those of others.
+to call: its own requests and the general ones come first in turn, and in every eighth call those of others that have
+waited for long.
+
+Requests whose prompt another worker computed are for decode workers, and all others for the rest. A worker takes those
+of another role last, and only when they have waited: then no worker of that role lives, or all are busy.
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from pipeline.lane.ports import ADDRESSED_TO_ANY, LaneQueue
-from schemas.workers.lane import addressed_to
+from schemas.settings.kv_transfer import KVTransferOptions, Role
+from schemas.workers.lane import DECODE, addressed_to
 
 STEAL_AFTER_SECONDS: Final = 0.25
 """How long a request waits for the worker that it is addressed to, before others take it."""
@@ -24,23 +29,47 @@ OVERDUE_CALLS: Final = 8
 
 
 class QueueOrder:
-    """The queues of one worker and model, in another order for each call."""
+    """The queues of one worker and model, in another order for each call.
 
-    def __init__(self, model: str, worker: str, steal_after_seconds: float) -> None:
-        own, general = LaneQueue(model, addressed_to(worker)), LaneQueue(model)
-        others = LaneQueue(model, ADDRESSED_TO_ANY, steal_after_seconds)
-        overdue = LaneQueue(model, ADDRESSED_TO_ANY, OVERDUE_RATIO * steal_after_seconds)
-        self._orders = ((own, general, others), (general, own, others))
-        self._overdue = overdue
+    Args:
+        steal_after_seconds: how long a request that is addressed to another worker must have waited.
+        role: the worker's.  help_after_seconds: how long a request of another role must have waited.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        worker: str,
+        steal_after_seconds: float,
+        role: Role = "both",
+        help_after_seconds: float = KVTransferOptions().help_after_seconds,
+    ) -> None:
+        own = LaneQueue(model, addressed_to(worker))
+        if role == "decode":
+            general = LaneQueue(model, "", help_after_seconds)
+            others = LaneQueue(model, ADDRESSED_TO_ANY, max(steal_after_seconds, help_after_seconds))
+            self._orders: tuple[tuple[LaneQueue, ...], ...] = ((LaneQueue(model, DECODE), own, general, others),)
+            self._overdue: tuple[LaneQueue, ...] = (LaneQueue(model, "", OVERDUE_RATIO * help_after_seconds),)
+        else:
+            general, decode = LaneQueue(model), LaneQueue(model, DECODE, help_after_seconds)
+            others = LaneQueue(model, ADDRESSED_TO_ANY, steal_after_seconds)
+            self._orders = ((own, general, others, decode), (general, own, others, decode))
+            self._overdue = (
+                LaneQueue(model, DECODE, OVERDUE_RATIO * help_after_seconds),
+                LaneQueue(model, ADDRESSED_TO_ANY, OVERDUE_RATIO * steal_after_seconds),
+            )
         self._calls = 0
 
     def next(self) -> Sequence[LaneQueue]:
         """The queues for the next call, the preferred ones first."""
         self._calls += 1
-        order = self._orders[self._calls % 2]
-        return (self._overdue, *order) if self._calls % OVERDUE_CALLS == 0 else order
+        order = self._orders[self._calls % len(self._orders)]
+        return (*self._overdue, *order) if self._calls % OVERDUE_CALLS == 0 else order
 
 
 def queues_of_no_worker(model: str, steal_after_seconds: float) -> Sequence[LaneQueue]:
     """The queues from which a worker learns that a model which it hasn't loaded has requests."""
-    return LaneQueue(model), LaneQueue(model, ADDRESSED_TO_ANY, steal_after_seconds)
+    late = KVTransferOptions().help_after_seconds
+    return (
+        LaneQueue(model), LaneQueue(model, ADDRESSED_TO_ANY, steal_after_seconds), LaneQueue(model, DECODE, late)
+    )  # fmt: skip

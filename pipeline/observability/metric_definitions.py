@@ -133,6 +133,27 @@ METRICS: Final = (
         ("model",),
     ),
     Metric(
+        "tokenmill_handovers_total", "counter",
+        "Requests between prefill and decode workers, by outcome: sent, received with the blocks of their prompts, "
+        "refused (the prefill worker had no memory for the blocks, and completed the answer).",
+        ("model", "outcome"),
+    ),
+    Metric(
+        "tokenmill_kv_transfer_bytes_total", "counter",
+        "Bytes of KV blocks that a worker sent and received, by direction.",
+        ("model", "direction"),
+    ),
+    Metric(
+        "tokenmill_kv_transfers_failed_total", "counter",
+        "Transfers of KV blocks that were not completed, by reason: expired (no worker fetched them), broken (they "
+        "ended early at this worker). What is missing is computed.",
+        ("model", "reason"),
+    ),
+    Metric(
+        "tokenmill_kv_fetch_seconds_total", "counter", "Seconds of fetching KV blocks, summed over all transfers.",
+        ("model",),
+    ),
+    Metric(
         "tokenmill_expert_load", "gauge",
         "Rows of the busiest expert of a mixture, or of the busiest rank with --expert-parallel, over those of the "
         "mean one, in the last seconds: 1 is even.",

@@ -35,6 +35,7 @@ from schemas.requests.limits import Limits, PlanSettings, Positive, SpendLimits
 from schemas.settings.autoscaling import AutoscaleOptions
 from schemas.settings.gateway import GatewayOptions
 from schemas.settings.ingest import BucketOptions, CeleryOptions, KafkaOptions, S3Options
+from schemas.settings.kv_transfer import KVTransferOptions
 from schemas.settings.observability import CloudWatchOptions, TracingOptions
 from schemas.settings.releases import ReleaseRules, WarmupOptions
 
@@ -244,6 +245,7 @@ class Settings(BaseSettings):
         model_cache: folder of pulled weights.
         root: the folder or s3:// URL that holds all jobs of this installation.
         s3: connection to S3.  bucket, kafka, celery: ingest sources.  gateway: HTTP.  lane: interactive requests.
+        kv_transfer: of KV blocks between workers.
         redis_url: for heartbeats and locks.  broker_url: that Celery uses for shards; None: the same Redis.
         default_model: of jobs that name none; None: their rows may name any served model.
         default_tier: of jobs that name none.
@@ -316,6 +318,7 @@ class Settings(BaseSettings):
     celery: CeleryOptions = CeleryOptions()
     gateway: GatewayOptions = GatewayOptions()
     lane: LaneOptions = LaneOptions()
+    kv_transfer: KVTransferOptions = KVTransferOptions()
     redis_url: SecretStr | None = None
     broker_url: SecretStr | None = None
     default_model: str | None = None

@@ -17,6 +17,9 @@ from schemas.jobs.job import Tier
 Text = Annotated[str, StringConstraints(max_length=4_096)]
 Sequence = Annotated[int, Field(ge=0, lt=2**53)]
 Choice = Annotated[int, Field(ge=0, lt=2**16)]
+Host = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9.:-]{0,254}$")]
+Ticket = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]{0,99}$")]
 TokenIds = tuple[Annotated[int, Field(ge=0, lt=2**31)], ...]
 _STRICT = ConfigDict(extra="forbid")
 
@@ -35,6 +38,25 @@ class Position(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class KVSource:
+    """Where the KV blocks of a request's prompt can be fetched (`workers.kv_transfer`).
+
+    Attributes:
+        host, port: of the worker that computed the prompt.
+        ticket: a secret that names the blocks, in hexadecimal digits.
+        machine, local_name: of that worker's machine since its start, and of its Unix socket there.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    host: Host
+    port: Annotated[int, Field(ge=1, lt=2**16)]
+    ticket: Ticket = field(repr=False)
+    machine: Name
+    local_name: Name
+
+
+@dataclass(frozen=True, slots=True)
 class LaneRequest:
     """One attempt at a request.
 
@@ -48,6 +70,7 @@ class LaneRequest:
         tokens: token ids from earlier attempts, for each choice; the answer continues after them.
         traceparent: the sender's span context, if it traces.
         queue: the sub-queue of the model in which the request waits for a worker.
+        kv_source: where the prompt's blocks are, if an earlier attempt computed it to hand it over.
     """
 
     __pydantic_config__ = _STRICT
@@ -63,6 +86,7 @@ class LaneRequest:
     tokens: tuple[TokenIds, ...] = ()
     traceparent: Traceparent | None = None
     queue: QueueName = ""
+    kv_source: KVSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +144,10 @@ class ErrorEvent(_Event):
 
 @dataclass(frozen=True, slots=True)
 class HandBackEvent(_Event):
-    """The worker stops and ends this attempt; the caller sends the next one."""
+    """The worker ends this attempt; the caller sends the next one. `kv_source`: the prompt is computed, and another
+    worker is to go on with it; None: the worker stops."""
 
+    kv_source: KVSource | None = None
     kind: Literal["hand_back"] = "hand_back"
 
 

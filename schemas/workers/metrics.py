@@ -143,6 +143,27 @@ class CacheTierMetrics(StoredReport):
     is_on: bool = True
 
 
+class HandoverMetrics(StoredReport):
+    """Requests that prefill workers handed over to decode workers, with the KV blocks of their prompts.
+
+    Attributes:
+        offered_requests, fetched_requests: handed over by this worker, and to it with blocks.
+        refused_requests: that this worker completed itself, because there was no memory for their blocks.
+        sent_bytes, received_bytes: of whole transfers, and of verified blocks.
+        expired_offers: that no worker fetched in time.  broken_transfers: that ended early at this worker.
+        fetch_seconds: sum over all fetches.
+    """
+
+    offered_requests: Count = 0
+    fetched_requests: Count = 0
+    refused_requests: Count = 0
+    sent_bytes: Count = 0
+    received_bytes: Count = 0
+    expired_offers: Count = 0
+    broken_transfers: Count = 0
+    fetch_seconds: Amount = 0.0
+
+
 THROTTLE_REASONS: Final = (
     "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal_slowdown", "hw_thermal_slowdown",
     "hw_power_brake_slowdown",
@@ -194,6 +215,7 @@ class WorkerMetrics(StoredReport):
         lane_open, lane_waiting: interactive requests: in the engine, and accepted but not in it yet.
         pace: None: there is no SLO.  speculation: None: nothing was drafted.  cache_tier, host_tier: the
             second tiers of the prefix cache on a disk, and in host memory; None: there is none.
+        handover: None: the worker neither hands requests over nor takes them over.
         gpus: those that compute the model, in the order of its ranks, without those that can't be read.
         store_outage: why the store is unavailable, so that the worker waits for it; None: it is available.
     """
@@ -221,5 +243,6 @@ class WorkerMetrics(StoredReport):
     speculation: SpeculationMetrics | None = None
     cache_tier: CacheTierMetrics | None = None
     host_tier: CacheTierMetrics | None = None
+    handover: HandoverMetrics | None = None
     gpus: tuple[GpuMetrics, ...] = ()
     store_outage: str | None = None

@@ -1,4 +1,4 @@
-"""A proxy in front of any server (Kafka, Redis) that can delay, cut, refuse or swallow its traffic.
+"""A proxy in front of any server (Kafka, Redis, KV blocks) that can delay, cut, refuse, damage or swallow its traffic.
 
 It doesn't parse the traffic. `delay` is added to each direction; in `silence` connections stay open and nothing
 arrives until `restore`, as when a cable is pulled.
@@ -10,16 +10,34 @@ import contextlib
 import socket
 import threading
 import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
 
 from tests.waiting import HANG_SECONDS
 
 PIECE = 65_536
+NUM_INVERTED = 256
+"""Bytes that a fault inverts."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFault:
+    """What becomes of a server's answer at its byte `at`: some bytes from there on are inverted, or the answer ends
+    before it."""
+
+    kind: Literal["invert", "cut"]
+    at: int
 
 
 class FaultyTcp:
-    """A proxy at `port`, in front of the local server at `upstream_port`, whose port may change with a restart."""
+    """A proxy at `port`, in front of the local server at `upstream_port`, whose port may change with a restart.
 
-    def __init__(self, upstream_port: int) -> None:
+    Attributes:
+        spoiled: faults of the answers to the next connections, one for each.
+    """
+
+    def __init__(self, upstream_port: int, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self.upstream_port = upstream_port
         self.delay = 0.0
         self._refusing = False
@@ -28,7 +46,8 @@ class FaultyTcp:
         self._closing = False
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.spoiled: deque[AnswerFault] = deque()
+        self._listener = socket.create_server(address, backlog=256)
         self._thread = threading.Thread(target=self._accept, daemon=True)
 
     @property
@@ -90,16 +109,27 @@ class FaultyTcp:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
             self._connections |= {client, server}
-        for source, sink in ((client, server), (server, client)):
-            threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+        fault = self.spoiled.popleft() if self.spoiled else None
+        for source, sink, spoiled in ((client, server, None), (server, client, fault)):
+            threading.Thread(target=self._carry, args=(source, sink, spoiled), daemon=True).start()
 
-    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+    def _carry(self, source: socket.socket, sink: socket.socket, fault: AnswerFault | None) -> None:
+        begin = 0
         try:
             while data := source.recv(PIECE):
                 if self.delay:
                     time.sleep(self.delay)
                 self._open.wait()
-                sink.sendall(data)
+                at = len(data) if fault is None else fault.at - begin
+                begin += len(data)
+                if not 0 <= at < len(data):
+                    sink.sendall(data)
+                elif fault is not None and fault.kind == "cut":
+                    sink.sendall(data[:at])
+                    break
+                else:
+                    damaged = bytes(byte ^ 0xFF for byte in data[at : at + NUM_INVERTED])
+                    sink.sendall(data[:at] + damaged + data[at + len(damaged) :])
         except OSError:
             pass
         finally:

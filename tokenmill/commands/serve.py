@@ -42,6 +42,7 @@ from tokenmill.config.cli_options import (
     TensorParallel,
     ThinkingTokenBudget,
     Threads,
+    WorkerRole,
     folder,
 )
 from tokenmill.settings import read_settings
@@ -204,6 +205,7 @@ def worker(
     switch_after: SwitchAfter = 60.0,
     metrics_port: MetricsPort = None,
     log_format: LogForm = None,
+    role: WorkerRole = "both",
     candidate: Candidate = False,
     _debug: Debug = False,
 ) -> None:
@@ -230,7 +232,7 @@ def worker(
         quantize=quantize,
         kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel,
         expert_parallel=expert_parallel, replicas=replicas, engine=engine,
-        engine_option=engine_option, generation_config=generation_config,
+        engine_option=engine_option, generation_config=generation_config, role=role,
     )  # fmt: skip
     chat = chat_options(chat_template, reasoning_parser, thinking_token_budget, score_tokens)
     loads = _loads(model, settings, options, chat)
@@ -239,15 +241,17 @@ def worker(
         from tokenmill.errors import UserError
         from tokenmill.services.candidate_worker import run_candidate
 
-        if len(loads) != 1 or replicas > 1:
-            raise UserError("--candidate takes one --model and no --replicas; start a worker for each")
+        if len(loads) != 1 or replicas > 1 or role != "both":
+            raise UserError("--candidate takes one --model, no --replicas and no --role; start a worker for each")
         run_candidate(root_url, settings, loads[0], switch_after, policies, metrics_port, log_format, price)
         return
     if replicas > 1:
         variables = environments(replicas, tensor_parallel, on_gpus=options.on_gpus)
-        run_replicas(variables, root_url, settings, loads, switch_after, policies, metrics_port, log_format, price)
+        run_replicas(
+            variables, root_url, settings, loads, switch_after, policies, metrics_port, log_format, price, role
+        )
     else:
-        run_worker(root_url, settings, loads, switch_after, policies, metrics_port, log_format, price)
+        run_worker(root_url, settings, loads, switch_after, policies, metrics_port, log_format, price, role)
 
 
 def dispatcher(

@@ -342,6 +342,15 @@ MaxCost = Annotated[
     ),
 ]
 
+WorkerRole = Annotated[
+    Literal["both", "prefill", "decode"],
+    typer.Option(
+        "--role",
+        help="What to compute of interactive requests. prefill: their prompts; decode: the answers, with the KV blocks "
+        "that prefill workers send (TOKENMILL_KV_TRANSFER__HOST); both: whole requests. Shards are computed whole in "
+        "any role.",
+    ),
+]
 MetricsPort = Annotated[
     int | None,
     typer.Option(

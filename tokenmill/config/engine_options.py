@@ -23,6 +23,7 @@ from engine.config import (
 )
 from engine.engine import resolve_device
 from engine.vllm.settings import parse_options
+from schemas.settings.kv_transfer import Role
 from schemas.settings.settings import Engine, GenerationConfig, GpuOptions, Settings
 from tokenmill.errors import UserError
 from tokenmill.models import sources
@@ -44,6 +45,7 @@ class EngineOptions:
     kv_offloading_bytes: int | None = None
     kv_cache_dir: Path | None = None
     kv_cache_dir_bytes: int = CacheConfig().tier_bytes
+    kv_exchange_bytes: int | None = None  # as in CacheConfig
     quantize: Quantize = "none"
     kv_dtype: KVDType = "auto"
     instruction_set: str = "auto"
@@ -93,6 +95,7 @@ class EngineOptions:
                 host_bytes=self.kv_offloading_bytes,
                 tier_folder=None if self.kv_cache_dir is None else str(self.kv_cache_dir),
                 tier_bytes=self.kv_cache_dir_bytes,
+                exchange_bytes=self.kv_exchange_bytes,
             ),
             schedule=ScheduleConfig(self.max_num_seqs, self.max_num_batched_tokens, slo=self.slo, needed_seqs=rows),
             speculation=self._speculation(),
@@ -141,6 +144,7 @@ def engine_options(
     engine: Engine | None = None,
     engine_option: Sequence[str] | None = None,
     generation_config: GenerationConfig | None = None,
+    role: Role = "both",
 ) -> EngineOptions:
     """The engine's options, from a command's options and the settings. `kv_cache_memory`, `kv_offloading_size` and
     `kv_cache_dir_size` in bytes; `speculate`, `engine` and `generation_config`: None is the settings' one;
@@ -166,6 +170,7 @@ def engine_options(
         kv_offloading_bytes=kv_offloading_size,
         kv_cache_dir=kv_cache_dir,
         kv_cache_dir_bytes=kv_cache_dir_size or CacheConfig().tier_bytes,
+        kv_exchange_bytes=None if role == "both" else settings.kv_transfer.max_bytes,
         quantize=quantize,
         kv_dtype=kv_dtype,
         instruction_set=settings.instruction_set,

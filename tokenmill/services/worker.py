@@ -18,6 +18,7 @@ from pipeline.ports import StoreUnavailable
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.job import Tier
 from schemas.models import ModelPin
+from schemas.settings.kv_transfer import Role
 from schemas.settings.settings import GenerationConfig, Settings
 from schemas.workers.metrics import WorkerMetrics
 from tokenmill.config.job_options import ChosenModel
@@ -29,6 +30,7 @@ from tokenmill.processes.runtime import frozen_heap, unique_name
 from tokenmill.processes.signals import stop_on_signals
 from tokenmill.root import Root
 from tokenmill.services.backends import Backends
+from tokenmill.services.handover import open_handover
 from tokenmill.services.readiness import LoadModel, Readiness
 from tokenmill.services.worker_process import entry_of, run_worker_process, worker_settings
 from workers.lane.requests import LaneRules
@@ -79,6 +81,7 @@ def run_worker(
     metrics_port: int | None = None,
     log_format: LogFormat | None = None,
     price_per_hour: float | None = None,
+    role: Role = "both",
 ) -> None:
     """Run a worker process with these models, one loaded at a time, until a stop signal.
 
@@ -86,7 +89,7 @@ def run_worker(
     """
 
     def make(root: Root, backends: Backends) -> WorkerService:
-        return WorkerService(root, backends, models, settings, switch_after, policies, price_per_hour)
+        return WorkerService(root, backends, models, settings, switch_after, policies, price_per_hour, role)
 
     run_worker_process(root_url, settings, make, metrics_port, log_format)
 
@@ -101,10 +104,11 @@ def run_replicas(
     metrics_port: int | None,
     log_format: LogFormat | None = None,
     price_per_hour: float | None = None,
+    role: Role = "both",
 ) -> None:
-    """As `run_worker`, in a process for each of these environments. Each exports its metrics on a port of its own, from
-    the given one upwards, and has an equal share of the price. Raises `UserError` when one of them fails, after all
-    have ended."""
+    """As `run_worker`, in a process for each of these environments. Each exports its metrics, and its KV blocks, on a
+    port of its own, from the given one upwards, and has an equal share of the price. Raises `UserError` when one of
+    them fails, after all have ended."""
     report_up = log_to_stderr(logging.INFO, log_format or settings.log_format, "worker")
     port = settings.metrics.port if metrics_port is None else metrics_port
     names = [name for name, _ in policies.named]
@@ -112,7 +116,17 @@ def run_replicas(
     tasks = [
         ReplicaTask(
             _replica,
-            (root_url, settings, models, switch_after, names, port + number if port else port, log_format, price),
+            (
+                root_url,
+                _with_transfer_port(settings, number),
+                models,
+                switch_after,
+                names,
+                port + number if port else port,
+                log_format,
+                price,
+                role,
+            ),
         )
         for number in range(len(environments))
     ]
@@ -132,10 +146,18 @@ def _replica(
     metrics_port: int | None,
     log_format: LogFormat | None,
     price_per_hour: float | None,
+    role: Role,
 ) -> None:
     """The task of a replica: `run_worker`, with policies by their names."""
     loaded = load_policies(policies)
-    run_worker(root_url, settings, models, switch_after, loaded, metrics_port, log_format, price_per_hour)
+    run_worker(root_url, settings, models, switch_after, loaded, metrics_port, log_format, price_per_hour, role)
+
+
+def _with_transfer_port(settings: Settings, number: int) -> Settings:
+    """The settings of the replica with this number."""
+    transfer = settings.kv_transfer
+    port = transfer.port + number if transfer.port else 0
+    return settings.model_copy(update={"kv_transfer": transfer.model_copy(update={"port": port})})
 
 
 class WorkerService:
@@ -163,8 +185,11 @@ class WorkerService:
         switch_after: float,
         policies: Policies = NO_POLICIES,
         price_per_hour: float | None = None,
+        role: Role = "both",
     ) -> None:
         self._root = root
+        self._role: Role = role
+        self._transfer = settings.kv_transfer
         self._price = price_per_hour
         self._backends = backends
         self._name = unique_name(root.world.random)
@@ -220,10 +245,17 @@ class WorkerService:
             models=[key], price_per_hour=self._price,
         )  # fmt: skip
         self._client = client
-        server = LaneServer(model, self._lane, world.clock, self._lane_rules, self._serving, traces=world.traces)
         logger.info("model's turn", model=model.name, key=key)
         try:
-            with frozen_heap(), self._watchdog.watching(), server.running(stop) as side_work:
+            with (
+                frozen_heap(),
+                open_handover(self._role, model, world.clock, self._transfer) as handover,
+                self._watchdog.watching(),
+                LaneServer(
+                    model, self._lane, world.clock, self._lane_rules, self._serving, traces=world.traces,
+                    handover=handover,
+                ).running(stop) as side_work,
+            ):  # fmt: skip
                 self._rotation.begin()
                 tolerant = OutageTolerantClient(client, world.clock, stop)
                 source = RotatingShardSource(tolerant, self._rotation, lambda: side_work.busy)

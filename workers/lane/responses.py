@@ -19,7 +19,7 @@ from engine.scheduler.resume import ANSWERED
 from schemas.jobs.results import ResultRow
 from schemas.requests.errors import STATUS_CODES, RowError, RowErrorCode
 from schemas.requests.parsing import ChatBody, GenerationBody
-from schemas.workers.lane import EndEvent, ErrorEvent, HandBackEvent, LaneEvent, LaneRequest, TokensEvent
+from schemas.workers.lane import EndEvent, ErrorEvent, HandBackEvent, KVSource, LaneEvent, LaneRequest, TokensEvent
 from workers.lane.requests import PREFIX
 from workers.policies.policy import PolicyGuard
 from workers.policies.stream_filter import PolicyStreamFilter, slice_choice
@@ -210,9 +210,10 @@ class LaneAnswer:
         """The event of an error."""
         return refusal_events(self.request, error, self._next_sequence())
 
-    def hand_back(self) -> list[LaneEvent]:
-        """The event that hands the request back to the lane for another worker."""
-        return hand_back_events(self.request, self._next_sequence())
+    def hand_back(self, kv_source: KVSource | None = None) -> list[LaneEvent]:
+        """The event that hands the request back to the lane for another worker. `kv_source`: where its prompt's blocks
+        are."""
+        return hand_back_events(self.request, self._next_sequence(), kv_source)
 
     def _rest(self, choice: Choice, text: str, shown: Mapping[str, Any]) -> list[LaneEvent]:
         """The event with the tokens of an ended choice that were not emitted."""
@@ -281,6 +282,6 @@ def response_events(request: LaneRequest, response: dict[str, Any]) -> list[Lane
     return [EndEvent(request.id, request.attempt, 0, response)]
 
 
-def hand_back_events(request: LaneRequest, sequence: int = 0) -> list[LaneEvent]:
+def hand_back_events(request: LaneRequest, sequence: int = 0, kv_source: KVSource | None = None) -> list[LaneEvent]:
     """The event that ends an attempt, which another worker continues."""
-    return [HandBackEvent(request.id, request.attempt, sequence)]
+    return [HandBackEvent(request.id, request.attempt, sequence, kv_source)]

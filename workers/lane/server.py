@@ -44,6 +44,7 @@ from pipeline.tracing import NO_TRACES, Traces
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.tokenizing import TOKENIZER_URLS
 from schemas.workers.lane import LaneEvent, LaneRequest, closes_attempt
+from workers.lane.handover import NO_HANDOVER, Blocks, LaneHandover, PrefillHandover
 from workers.lane.preparation import PreparationQueue
 from workers.lane.requests import PREFIX, LaneReader, LaneRules
 from workers.lane.responses import LaneAnswer, hand_back_events, refusal_events, response_events
@@ -103,6 +104,8 @@ class _OpenRequest:
         passed_on: choice -> tokens that were passed on to the emitter.
         has_tokens: whether any were.
         is_failed: an error was emitted; later outcomes of the engine are ignored.
+        blocks: of its prompt, which were fetched from another worker.
+        stays: it is not handed over any more.
     """
 
     answer: LaneAnswer
@@ -111,6 +114,8 @@ class _OpenRequest:
     has_tokens: bool = False
     is_failed: bool = False
     tries: int = 1
+    blocks: Blocks = ()
+    stays: bool = False
 
     @property
     def request(self) -> LaneRequest:
@@ -133,8 +138,9 @@ class LaneServer:
         serving: LaneServing | None = None,
         lane_settings: LaneSettings | None = None,
         traces: Traces = NO_TRACES,
+        handover: LaneHandover = NO_HANDOVER,
     ) -> None:
-        """`lane_settings`: those of the lane."""
+        """`lane_settings`: those of the lane. `handover`: of requests to other workers, or from them."""
         self._model = model
         self._engine = model.engine
         self._lane = lane
@@ -142,9 +148,12 @@ class LaneServer:
         self._reader = LaneReader(model, rules)
         self._builder = ResponseBuilder(model.tokenizer, model.limits.classifier)
         self._spans = LaneSpans(model.name, traces)
+        self._prefill, self._decode = handover.prefill, handover.decode
         self._serving = serving or LaneServing()
         self._max_requests = self._serving.most or model.max_num_seqs + max(2, model.max_num_seqs // 8)
-        self._queues = QueueOrder(model.pin().key, lane.name, self._serving.steal_after_seconds)
+        self._queues = QueueOrder(
+            model.pin().key, lane.name, self._serving.steal_after_seconds, handover.role, handover.help_after_seconds
+        )
         self._hold_interval_seconds = (lane_settings or LaneSettings()).worker_timeout_seconds / 3
         self._engine_epoch = clock.now() - timedelta(seconds=self._engine.clock())
         # Shared by the threads.
@@ -155,6 +164,7 @@ class LaneServer:
         self._unwanted: set[tuple[str, int]] = set()
         self._arrived: deque[_OpenRequest] = deque()
         self._refused: deque[tuple[str, int]] = deque()  # engine's request id and choice, to cancel
+        self._num_fetching = 0
         self._is_taking = False
         self._is_admitting = True
         self._wake = threading.Event()
@@ -200,7 +210,7 @@ class LaneServer:
     @property
     def busy(self) -> bool:
         """Whether a request is in the engine, or about to enter it."""
-        return bool(self._open or self._arrived or self._is_taking or self._preparation.busy)
+        return bool(self._open or self._arrived or self._is_taking or self._preparation.busy or self._num_fetching)
 
     @property
     def grace_seconds(self) -> float:
@@ -246,7 +256,10 @@ class LaneServer:
         """See `SideWork.metrics`."""
         with self._changed:
             waiting = Counter(opened.request.tier for opened in self._arrived)
-        return SideWorkMetrics(len(self._open), waiting, self._ended_requests)
+        handover = self._prefill or self._decode
+        return SideWorkMetrics(
+            len(self._open), waiting, self._ended_requests, None if handover is None else handover.metrics()
+        )
 
     def wait(self, seconds: float) -> None:
         """See `SideWork.wait`."""
@@ -278,6 +291,8 @@ class LaneServer:
             self._pending_events.put(partial(hand_back_events, request))
         for thread in self._preparers:
             thread.join()
+        if self._decode is not None:
+            self._decode.close()
 
     def _add(self, opened: _OpenRequest) -> None:
         """Add the request to the engine unless it is unwanted; an earlier attempt at it is cancelled."""
@@ -287,6 +302,9 @@ class LaneServer:
         if (request.id, request.attempt) in self._unwanted or not self._holds(request.id, request.attempt):
             self._release(request)
             return
+        if self._decode is not None and opened.blocks:
+            self._decode.use(opened.blocks)
+            opened.blocks = ()
         left = self._reader.deadline(request, self._clock.now())
         try:
             self._engine.add(
@@ -325,6 +343,19 @@ class LaneServer:
                     self._spans.first_token(opened.request)
                 opened.has_tokens = True
                 self._pending_events.put(partial(self._make_token_events, opened, new))
+            if self._prefill is not None and opened.has_tokens and not opened.stays:
+                self._hand_over(self._prefill, name, opened)
+
+    def _hand_over(self, prefill: PrefillHandover, name: str, opened: _OpenRequest) -> None:
+        """Hand a request over to another worker, once all choices have tokens, if that pays and there is memory for the
+        blocks of its prompt. Else it stays."""
+        if len(opened.passed_on) < opened.row.request.num_choices:
+            return
+        opened.stays = True
+        if prefill.pays(opened.request, opened.row) and (source := prefill.offer(name)) is not None:
+            self._engine.cancel(name)
+            del self._open[name]
+            self._pending_events.put(partial(opened.answer.hand_back, source))
 
     def _log_objectives(self) -> None:
         """Log the latency objectives every `log_interval_seconds`, if there are any and requests were served since."""
@@ -412,8 +443,24 @@ class LaneServer:
             self._pending_events.put(partial(refusal_events, request, failure))
             return
         passed_on = {choice.index: len(choice.token_ids) for choice in row.request.partial}
+        opened = _OpenRequest(answer, row, passed_on)
+        if self._decode is None or request.kv_source is None:
+            self._arrive(opened)
+            return
         with self._changed:
-            self._arrived.append(_OpenRequest(answer, row, passed_on))
+            self._num_fetching += 1
+        self._decode.fetch(request.kv_source, row.request, partial(self._arrive_with, opened))
+
+    def _arrive_with(self, opened: _OpenRequest, blocks: Blocks) -> None:
+        opened.blocks = blocks
+        self._arrive(opened)
+        with self._changed:
+            self._num_fetching -= 1
+
+    def _arrive(self, opened: _OpenRequest) -> None:
+        """Let the loop add a prepared request to the engine."""
+        with self._changed:
+            self._arrived.append(opened)
         self._wake.set()
 
     # -- on the emitter's thread

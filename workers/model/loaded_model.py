@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, cast
 
 import torch
 
+from engine.block_exchange import BlockExchange
 from engine.config import EngineConfig, KVDType, Quantize
 from engine.embedding.embedder import Embedder, Head
 from engine.embedding.engine import EncoderEngine
@@ -75,6 +76,7 @@ class LoadedModel:
         engine_name, engine_version, engine_options, sampling_defaults: see `ModelPin`.
         gpu_uuids: see `engine.engine.gpu_uuids`.
         weightless: it replaces a model in tests and measurements; its answers are meaningless.
+        block_exchange: of the engine's KV blocks with other engines; None: its settings don't enable it.
         grammars: compiles grammars for this model.
     """
 
@@ -97,6 +99,7 @@ class LoadedModel:
     sampling_defaults: SamplingDefaults | None = None
     gpu_uuids: tuple[str, ...] = ()
     weightless: bool = False
+    block_exchange: BlockExchange | None = None
     grammars: Grammars = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -228,6 +231,7 @@ class LoadedModel:
             kv_dtype=engine.config.kv_dtype,
             gpu_uuids=() if weightless else gpu_uuids(engine.config),
             weightless=weightless,
+            block_exchange=engine.block_exchange if isinstance(engine, Engine) else None,
         )
 
     def answers_to(self, name: str) -> bool:

@@ -23,6 +23,7 @@ from schemas.jobs.job import Tier
 from schemas.jobs.outcome import Usage
 from schemas.workers.metrics import (
     CacheTierMetrics,
+    HandoverMetrics,
     HistogramSample,
     SloMetrics,
     SloWeights,
@@ -88,11 +89,13 @@ class SideWorkMetrics:
     Attributes:
         open: requests in the engine.  waiting: requests that are prepared and not in it yet, by tier.
         ended: requests that have ended.
+        handover: None: there are no hand-overs between workers.
     """
 
     open: int = 0
     waiting: Mapping[Tier, int] = field(default_factory=dict)
     ended: EndedRequests = field(default_factory=EndedRequests)
+    handover: HandoverMetrics | None = None
 
 
 class _Reading(NamedTuple):
@@ -165,6 +168,7 @@ class MetricsReader:
             speculation=_speculation(stats.speculation),
             cache_tier=None if stats.tier is None else _cache_tier(stats.tier),
             host_tier=None if stats.host_tier is None else _cache_tier(stats.host_tier),
+            handover=side_work.handover,
             gpus=self._gpus.read(),
         )
 

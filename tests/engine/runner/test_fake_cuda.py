@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -449,3 +450,51 @@ def test_a_draw_is_one_launch_and_the_host_does_not_wait() -> None:
         assert device.waits == []
         assert device.launches == ["_to_copy", "_draw_rows", "_to_copy", "_to_copy", "stack"]
         assert sampler.unpack(packed.cpu().numpy(), rows).token_ids.tolist() == want.token_ids.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(family, marks=pytest.mark.exhaustive) for family in ("gemma3",))]
+)
+def test_exported_blocks_are_copied_beside_the_steps_and_continued_by_another_engine(
+    family: str, tiny_model: TinyModel
+) -> None:
+    path, work = tiny_model(family), long_work(4)
+
+    def exchanging() -> Engine:
+        config = EngineConfig(
+            dtype="float32", device="cuda", max_model_len=96, threads=1, attention="paged-sdpa",
+            cache=CacheConfig(block_size=8, num_blocks=60, exchange_bytes=1 << 24),
+            schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=24),
+        )  # fmt: skip
+        return Engine.load(path, config, model_digest=lambda: "sha256:00")
+
+    with fake_cuda() as device:
+        want = answers(exchanging(), work)
+        prefill, decode = exchanging(), exchanging()
+        assert prefill.block_exchange is not None
+        assert decode.block_exchange is not None
+        for request in work:
+            prefill.add(request)
+        exported, handed_over = [], []
+        while len(handed_over) < len(work):
+            prefill.step()
+            for request in work:
+                if request.request_id not in [one.request_id for one in handed_over] and (
+                    begun := prefill.partial(request)
+                ):
+                    device.waits.clear()
+                    exported += prefill.block_exchange.export_blocks(request.request_id)
+                    assert not device.waits, "neither the host nor a step waits for the copies"
+                    prefill.cancel(request.request_id)
+                    handed_over.append(replace(request, partial=begun))
+        decode.block_exchange.import_blocks([(block.key, block.content()) for block in exported])
+        assert answers(decode, handed_over) == want
+        stats = decode.stats()
+        assert stats.imported is not None
+        assert stats.imported.hits == len(exported)
+        assert stats.prompt < 8 * len(work)
+        while prefill.has_work:
+            prefill.step()
+        check_idle(prefill)
+        check_idle(decode)

@@ -162,7 +162,7 @@ class Harness:
             sizes = [8 * self.block_size] * len(self.kv) + [8] * (len(self.groups) - len(self.kv))
             self.host = HostTier([np.zeros((self.host_slots, size), dtype=np.uint8) for size in sizes])
         if self.tier is not None or self.host is not None:
-            self.scheduler.use_tiers(self.host, self.tier, self.max_loads)
+            self.scheduler.use_tiers(self.host, None, self.tier, self.max_loads)
         self.plans: list[StepPlan] = []
         if self.max_drafts:
             self.scheduler.speculate(NoisyProposer(self), FixedLengths(self.max_drafts))

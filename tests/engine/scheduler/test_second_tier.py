@@ -150,7 +150,7 @@ class Tables:
         rows = RowState(2, 64, BLOCK, 1)
         self.rows, self.tier = rows, DictTier()
         self.cache = CacheTables((CacheGroup((0,), None, num_blocks + 1),), rows, prefix_caching=True)
-        self.cache.use_tiers(host, self.tier, max_loads=20)
+        self.cache.use_tiers(host, None, self.tier, max_loads=20)
         for salt, tokens in prefixes.items():
             chain = self.chain(salt)
             for block in range(len(tokens) // BLOCK):

@@ -1,0 +1,87 @@
+"""Exports the blocks of a running request, and imports those that another engine exported: the keys and values of a
+prompt that one engine computed are used by another one, as in DistServe (Zhong et al. 2024, section 4) and Mooncake
+(Qin et al. 2024, section 5).
+
+Importing inserts into the prefix cache: a request that is added afterwards hits the blocks, and computes what is
+missing. So a block that was lost costs its computation, and nothing else. Names are never taken from the exporter: the
+importer derives them from its own request (`names`), and an exporter of another model, arithmetic or layout has another
+`identity`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from engine.cache.block_tier import BlockKey, Bytes
+from engine.cache.prefix import HashChain, chain_digest
+from engine.request import Request
+from engine.runner.second_tier import SecondTier
+from engine.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedBlock:
+    """A block that was copied, or is being copied.
+
+    Attributes:
+        num_bytes: of `content`.
+        content: waits for its bytes, uint8 [bytes]; any thread may call it.
+    """
+
+    key: BlockKey
+    num_bytes: int
+    content: Callable[[], Bytes]
+
+
+class BlockExchange:
+    """The exchange of one engine. `names` may be called on any thread; the rest where the engine is stepped.
+
+    Attributes:
+        identity: 32 bytes; blocks of an engine with another identity can't be used.
+        block_bytes: per cache group, bytes of a block.  block_tokens: tokens of a block.
+        token_bytes: mean bytes of a token's keys and values.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, tier: SecondTier, identity: str, block_tokens: int, rope_original_max: int | None
+    ) -> None:
+        assert tier.imported is not None, "the settings enable the exchange"
+        self.identity = blake2b(identity.encode(), digest_size=32).digest()
+        self.block_bytes = tier.block_bytes
+        self.block_tokens = block_tokens
+        self.token_bytes = sum(tier.block_bytes) // block_tokens
+        self._scheduler = scheduler
+        self._tier = tier
+        self._imported = tier.imported
+        self._rope_original_max = rope_original_max
+
+    def names(self, request: Request) -> list[BlockKey]:
+        """Return the names of all whole blocks of the request's prompt, of each cache group, its beginning first. The
+        last token is left out: it is always computed."""
+        tokens, size = request.prompt_token_ids, self.block_tokens
+        chain = HashChain.of_prompt(request.salt, len(tokens), self._rope_original_max, chain_digest)
+        # With a token that was sampled already, the whole prompt may be cached.
+        end = len(tokens) if any(len(choice.token_ids) for choice in request.partial) else len(tokens) - 1
+        found = []
+        for block in range(end // size):
+            token_bytes = np.ascontiguousarray(tokens[block * size : (block + 1) * size]).tobytes()
+            digest = chain.of_block(block, token_bytes)
+            found += [BlockKey(group, digest, token_bytes) for group in range(len(self.block_bytes))]
+        return found
+
+    def export_blocks(self, request_id: str) -> list[ExportedBlock]:
+        """Copy the blocks of a running request that another engine needs to go on with it, the beginning of its prefix
+        first. Empty: it is not running, or its first block is not whole."""
+        found = self._tier.read(self._scheduler.blocks_to_export(request_id))
+        return [ExportedBlock(key, self.block_bytes[key.group], content) for key, content in found]
+
+    def import_blocks(self, blocks: Iterable[tuple[BlockKey, Bytes]]) -> None:
+        """Insert blocks into the prefix cache: uint8 [bytes of a block of the group], by a name of `names`. Requests
+        that are added afterwards hit them."""
+        for key, data in blocks:
+            assert len(data) == self.block_bytes[key.group], "whoever received it has compared its size"
+            self._imported.store(key, data)

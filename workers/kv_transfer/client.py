@@ -1,0 +1,88 @@
+"""Fetches the KV blocks of a prompt from the worker that computed it.
+
+What can't be fetched is computed: a fetch never fails a request. Blocks that arrived before a transfer broke off are
+the beginning of the prefix, and are used.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import structlog
+
+from engine.cache.block_tier import BlockKey, Bytes
+from schemas.workers.lane import KVSource
+from workers.kv_transfer.shared_memory import machine_id, receive_shared
+from workers.kv_transfer.wire import Deadline, Expected, TransferError, receive_blocks
+
+logger = structlog.get_logger(__name__)
+
+_Receive = Callable[[socket.socket, bytes, Expected, Deadline], Iterator[tuple[BlockKey, Bytes]]]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedBlocks:
+    """Counts of a client. `failed`: transfers that broke off.  seconds: of all transfers."""
+
+    blocks: int = 0
+    num_bytes: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+
+
+class BlockClient:
+    """Fetches blocks; any thread may call it.
+
+    Args:
+        timeout_seconds: of one transfer.  use_shared_memory: with workers of this machine.
+    """
+
+    def __init__(self, timeout_seconds: float, *, use_shared_memory: bool = True) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._use_shared_memory = use_shared_memory
+        self._lock = threading.Lock()
+        self.fetched = FetchedBlocks()
+
+    def fetch(self, source: KVSource, expected: Expected) -> list[tuple[BlockKey, Bytes]]:
+        """Return the verified blocks that arrived in time, the beginning of the prefix first."""
+        found: list[tuple[BlockKey, Bytes]] = []
+        began, failed = time.monotonic(), 0
+        deadline = Deadline(self._timeout_seconds)
+        try:
+            connection, receive = self._connect(source, deadline)
+            with connection:
+                # One by one, so that those before an error are there.
+                for block in receive(connection, bytes.fromhex(source.ticket), expected, deadline):
+                    found.append(block)  # noqa: PERF402
+        except (TransferError, OSError) as error:
+            failed = 1
+            logger.warning(
+                "blocks were not fetched whole; what is missing is computed",
+                blocks=len(found), host=source.host, reason=str(error) or type(error).__name__,
+            )  # fmt: skip
+        with self._lock:
+            before = self.fetched
+            self.fetched = replace(
+                before,
+                blocks=before.blocks + len(found),
+                num_bytes=before.num_bytes + sum(len(data) for _, data in found),
+                failed=before.failed + failed,
+                seconds=before.seconds + time.monotonic() - began,
+            )
+        return found
+
+    def _connect(self, source: KVSource, deadline: Deadline) -> tuple[socket.socket, _Receive]:
+        if self._use_shared_memory and source.machine == machine_id():
+            local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                deadline.apply(local)
+                local.connect(b"\0" + source.local_name.encode())
+            except OSError:  # of another network namespace
+                local.close()
+            else:
+                return local, receive_shared
+        return socket.create_connection((source.host, source.port), timeout=self._timeout_seconds), receive_blocks

@@ -1,0 +1,138 @@
+"""Hands requests over between workers that compute prompts and workers that go on with the answers.
+
+A prefill worker computes a prompt and emits its first token. Then it offers the prompt's KV blocks, and hands the
+request back with the address (`HandBackEvent.kv_source`). The lane's client sends the next attempt with the tokens so
+far and this address. A decode worker fetches the blocks, imports them into its prefix cache, and continues the answer
+as after any hand-back: what it can't fetch it computes. So neither a lost worker nor a broken transfer costs a request
+more than its prompt's computation.
+
+Handed over are answers to one prompt that another engine can resume. Without memory for the blocks, the prefill worker
+completes the answer itself; so it does with requests that were handed over, which it takes when no decode worker does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, NamedTuple
+
+import structlog
+
+from engine.block_exchange import BlockExchange
+from engine.cache.block_tier import BlockKey, Bytes
+from engine.request import Request
+from schemas.requests.parsing import GenerationBody
+from schemas.settings.kv_transfer import KVTransferOptions, Role
+from schemas.workers.lane import KVSource, LaneRequest
+from schemas.workers.metrics import HandoverMetrics
+from workers.kv_transfer.client import BlockClient
+from workers.kv_transfer.server import BlockServer
+from workers.kv_transfer.wire import Expected
+from workers.rows import PreparedRow
+
+logger = structlog.get_logger(__name__)
+
+Blocks = Sequence[tuple[BlockKey, Bytes]]
+
+NUM_FETCHES: Final = 4
+"""Transfers that a worker receives at a time."""
+
+
+class PrefillHandover:
+    """Offers the blocks of requests whose prompt is computed. The worker's loop calls all methods."""
+
+    def __init__(self, exchange: BlockExchange, server: BlockServer) -> None:
+        self._exchange = exchange
+        self._server = server
+        self._offered = 0
+
+    def pays(self, request: LaneRequest, row: PreparedRow) -> bool:
+        """Whether a request should go on elsewhere. One that was handed over before should not."""
+        computing = row.request
+        return (
+            request.kv_source is None
+            and isinstance(row.body, GenerationBody)
+            and not computing.more
+            and len(computing.prompt_token_ids) >= self._exchange.block_tokens
+        )
+
+    def offer(self, request_id: str) -> KVSource | None:
+        """Offer the blocks of a request that is running in the engine; None: it has none, or there is no memory for
+        them."""
+        blocks = self._exchange.export_blocks(request_id)
+        source = self._server.offer(blocks) if blocks else None
+        self._offered += source is not None
+        return source
+
+    def metrics(self) -> HandoverMetrics:
+        """The counters since the worker began to serve the model."""
+        served = self._server.served
+        return HandoverMetrics(
+            offered_requests=self._offered,
+            refused_requests=served.refused,
+            sent_bytes=served.num_bytes,
+            expired_offers=served.expired,
+            broken_transfers=served.failed,
+        )
+
+
+class DecodeHandover:
+    """Fetches the blocks of requests that were handed over, on threads of its own, and imports them."""
+
+    def __init__(self, exchange: BlockExchange, client: BlockClient) -> None:
+        self._exchange = exchange
+        self._client = client
+        self._threads = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="kv-fetch")
+        self._fetched = 0
+
+    def fetch(self, source: KVSource, request: Request, then: Callable[[Blocks], None]) -> None:
+        """Fetch the blocks of a request's prompt, and call `then` with those that arrived, on another thread."""
+        self._threads.submit(self._fetch, source, request, then)
+
+    def _fetch(self, source: KVSource, request: Request, then: Callable[[Blocks], None]) -> None:
+        exchange = self._exchange
+        blocks: Blocks = ()
+        try:
+            expected = Expected(exchange.names(request), exchange.block_bytes, exchange.identity)
+            blocks = self._client.fetch(source, expected)
+            self._fetched += bool(blocks)
+        except Exception as error:  # noqa: BLE001 - of this transfer alone
+            logger.error("blocks were not fetched; they are computed", error=f"{type(error).__name__}: {error}")
+        finally:
+            then(blocks)
+
+    def use(self, blocks: Blocks) -> None:
+        """Import fetched blocks, on the thread that steps the engine, before their request is added."""
+        self._exchange.import_blocks(blocks)
+
+    def close(self) -> None:
+        """Complete the fetches that have begun, and call no more than theirs."""
+        self._threads.shutdown(wait=True)
+
+    def metrics(self) -> HandoverMetrics:
+        """The counters since the worker began to serve the model."""
+        fetched = self._client.fetched
+        return HandoverMetrics(
+            fetched_requests=self._fetched,
+            received_bytes=fetched.num_bytes,
+            broken_transfers=fetched.failed,
+            fetch_seconds=fetched.seconds,
+        )
+
+
+class LaneHandover(NamedTuple):
+    """A worker's side of hand-overs.
+
+    Attributes:
+        role: a prefill worker has `prefill`, a decode worker `decode`, another one neither.
+        help_after_seconds: it takes requests of another role that have waited for so long.
+    """
+
+    role: Role = "both"
+    help_after_seconds: float = KVTransferOptions().help_after_seconds
+    prefill: PrefillHandover | None = None
+    decode: DecodeHandover | None = None
+
+
+NO_HANDOVER: Final = LaneHandover()
+"""The worker computes whole requests."""
