@@ -51,6 +51,7 @@ class ModelShape:
         active_parameters: that a token is computed with, in a mixture of experts; None: all.
         kv_elements: of one token's keys and values, in all layers.
         state_bytes: of a sequence, in layers with states instead of keys and values.
+        query_elements: of one token's queries, in all layers; 0: attention counts as no arithmetic.
     """
 
     parameters: int
@@ -59,6 +60,7 @@ class ModelShape:
     bytes_per_kv_element: float = 2.0
     active_parameters: int | None = None
     state_bytes: int = 0
+    query_elements: int = 0
 
     @property
     def weight_bytes(self) -> float:
