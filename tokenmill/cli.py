@@ -29,6 +29,7 @@ from tokenmill.commands import (
     run,
     serve,
     simulate,
+    simulate_requests,
     submit,
 )
 from tokenmill.commands.jobs import show
@@ -87,6 +88,9 @@ app.command("gateway", short_help="Serve HTTP for OpenAI's clients.")(serve.gate
 app.add_typer(keys.app, name="keys", short_help="API keys for HTTP.")
 app.command("estimate", short_help="Tokens, time and cost before anything runs.")(estimate.estimate)
 app.command("simulate", short_help="A day of an installation in seconds.")(simulate.simulate)
+app.command("simulate-requests", short_help="Prefill and decode workers against chunked prefill.")(
+    simulate_requests.simulate_requests
+)
 app.add_typer(prices.app, name="prices", short_help="What machines cost by the hour.")
 app.add_typer(show.app, name="jobs", short_help="Jobs in local folders, and in roots.")
 app.add_typer(models.app, name="models", short_help="Models in the local cache.")
