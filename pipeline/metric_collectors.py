@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pipeline.gateway.http.metrics import HttpMetrics
     from pipeline.gateway.status import Status
     from pipeline.ingest.intake import IntakeMetrics
+    from pipeline.lane.prefix_router import PrefixRouter
     from pipeline.models.rollout_controller import ReleaseMetrics
 
 
@@ -178,6 +179,16 @@ def http(metrics: HttpMetrics) -> Source:
     return collect
 
 
+def lane_routes(router: PrefixRouter) -> Source:
+    """Where a gateway sent its requests."""
+
+    def collect(samples: Samples) -> None:
+        for route, count in router.routes().items():
+            samples.value("tokenmill_lane_routed_requests_total", count, route)
+
+    return collect
+
+
 def intake(metrics: IntakeMetrics, dead_letters: DeadLetterCounts) -> Source:
     """Jobs and dead letters of this process's ingest sources."""
 
@@ -284,6 +295,7 @@ def _worker(samples: Samples, known: WorkerMetrics, worker: str | None) -> None:
     value("tokenmill_store_outage", int(known.store_outage is not None))
     value("tokenmill_lane_requests", known.lane_open, "open")
     value("tokenmill_lane_requests", known.lane_waiting, "waiting")
+    value("tokenmill_lane_stolen_requests_total", known.lane_stolen)
     if known.pace is not None:
         _pace(value, known.pace)
     if known.handover is not None:

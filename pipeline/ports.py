@@ -111,6 +111,7 @@ class WorkerState:
         price_per_hour: the worker's price; None: not configured.
         passed_over: shards that it took, could not work on, and won't take again for a while.
         max_num_seqs: rows of its engine's batch; None: no model is loaded yet.
+        takes_lane_requests: it takes new interactive requests, those that are addressed to it included.
     """
 
     name: str
@@ -122,6 +123,7 @@ class WorkerState:
     price_per_hour: float | None = None
     passed_over: frozenset[tuple[str, int]] = frozenset()
     max_num_seqs: int | None = None
+    takes_lane_requests: bool = False
 
 
 class Heartbeats(Protocol):

@@ -14,6 +14,7 @@ from typing import Final
 import structlog
 
 from pipeline.lane.ports import Lane, LaneFull, LaneStream
+from pipeline.lane.prefix_router import PrefixRouter
 from pipeline.ports import Clock, PipelineError
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.tracing import NO_SPAN, NO_TRACES, Span, Traces
@@ -64,12 +65,21 @@ class LaneCalls:
 
     Each call ends with an `EndEvent` or an `ErrorEvent`, always, unless it is cancelled. If a worker or the lane lost
     the request it is sent again with the received tokens; the events continue without a gap.
+
+    Args:
+        router: chooses the workers of first attempts; None: any worker takes them.
     """
 
     def __init__(
-        self, lane: Lane, clock: Clock, settings: CallSettings | None = None, traces: Traces = NO_TRACES
+        self,
+        lane: Lane,
+        clock: Clock,
+        settings: CallSettings | None = None,
+        traces: Traces = NO_TRACES,
+        router: PrefixRouter | None = None,
     ) -> None:
         self._lane = lane
+        self._router = router
         self._traces = traces
         self._clock = clock
         self._settings = settings or CallSettings()
@@ -89,6 +99,8 @@ class LaneCalls:
         with self._changed:
             if request.id in self._calls:
                 return False
+        if self._router is not None:
+            request = self._router.route(request)
         call = self._open_call(request)
         request = call.stream.request
         try:
@@ -97,6 +109,7 @@ class LaneCalls:
         except ServiceUnavailable as error:
             logger.warning("request not sent yet", request=request.id, reason=str(error))
         except PipelineError as error:
+            self._release_worker(request)
             call.span.end(type(error).__name__)
             raise
         with self._changed:
@@ -125,6 +138,7 @@ class LaneCalls:
         with self._changed:
             call = self._calls.pop(request_id, None)
         if call is not None:
+            self._release_worker(call.stream.request)
             call.span.end("cancelled")
             self._cancel(call)
 
@@ -135,6 +149,8 @@ class LaneCalls:
 
     def turn(self) -> Iterator[LaneEvent]:
         """Poll all calls once, waiting a while for the first event; yields their events."""
+        if self._router is not None:
+            self._router.refresh()
         with self._changed:
             calls = dict(self._calls)
         try:
@@ -223,6 +239,7 @@ class LaneCalls:
 
     def _resend(self, call: _Call, why: str, kv_source: KVSource | None = None) -> None:
         request = call.stream.again(kv_source)
+        self._release_worker(request)
         call.span.event("sent again", {"tokenmill.attempt": request.attempt, "tokenmill.reason": why})
         if kv_source is None:
             logger.warning("request sent again", request=request.id, attempt=request.attempt, why=why)
@@ -234,9 +251,14 @@ class LaneCalls:
         return call.stream.fail(code, message, status)
 
     def _forget(self, call: _Call) -> None:
+        self._release_worker(call.stream.request)
         with self._changed:
             if self._calls.get(call.stream.request.id) is call:
                 del self._calls[call.stream.request.id]
+
+    def _release_worker(self, request: LaneRequest) -> None:
+        if self._router is not None:
+            self._router.release(request.id)
 
     def _cancel(self, call: _Call) -> None:
         try:

@@ -110,6 +110,12 @@ METRICS: Final = (
         "Interactive requests that a worker holds: in its engine (open), or before it (waiting).",
         ("model", "state"),
     ),
+    Metric(
+        "tokenmill_lane_stolen_requests_total", "counter",
+        "Interactive requests that were addressed to another worker and that this one took, because they had waited "
+        "too long or their worker was lost.",
+        ("model",),
+    ),
     Metric("tokenmill_kv_blocks", "gauge", "Blocks of a worker's KV cache.", ("model",)),
     Metric("tokenmill_kv_blocks_used", "gauge", "Blocks of the KV cache that running requests hold.", ("model",)),
     Metric(
@@ -354,6 +360,12 @@ METRICS: Final = (
         "tokenmill_inference_requests", "gauge",
         "Inference requests that this gateway holds (open), and those without a first token (waiting).",
         ("state",), _GATEWAY,
+    ),
+    Metric(
+        "tokenmill_lane_routed_requests_total", "counter",
+        "Inference requests by the queue that they were sent to: that of their prefix's worker (prefix), of another "
+        "one because that one had its share (bound), or of any worker (general).",
+        ("route",), _GATEWAY,
     ),
     # -- ingest
     Metric(

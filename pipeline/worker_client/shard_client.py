@@ -75,6 +75,7 @@ class ShardClient:
         models: the models that it can serve (`ModelPin.key`).
         no_more: returns whether no shard will ever come again.
         price_per_hour: the worker's price, for the cost of its work; None: not configured.
+        takes_lane_requests: returns whether the worker takes interactive requests now.
     """
 
     def __init__(
@@ -88,8 +89,10 @@ class ShardClient:
         *,
         models: Collection[str],
         price_per_hour: float | None = None,
+        takes_lane_requests: Callable[[], bool] = lambda: False,
     ) -> None:
         self.worker = worker
+        self._takes_lane_requests = takes_lane_requests
         self._world = world
         self._open_ledger = open_ledger
         self._queue = queue
@@ -479,4 +482,5 @@ class ShardClient:
             price_per_hour=self._price_per_hour,
             passed_over=frozenset(one for one, until in self._passed_over.items() if until > now),
             max_num_seqs=self._load.max_num_seqs,
+            takes_lane_requests=self._takes_lane_requests(),
         )  # fmt: skip

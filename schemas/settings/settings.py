@@ -123,13 +123,31 @@ class VLLMOptions(BaseModel):
         return dict(self.model_extra or {})
 
 
+class RoutingOptions(BaseModel):
+    """Settings of the choice of an interactive request's worker.
+
+    Attributes:
+        by_prefix: a gateway sends requests that share a prefix to the same worker, which probably has it in its prefix
+            cache; else any worker takes them.
+        max_load_ratio: bound of a worker's open requests, as a multiple of the mean of a model's workers, rounded up;
+            further ones go to the next worker. Counted by each gateway for itself.
+        steal_after_seconds: how long such a request waits for its worker, before another one with room takes it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    by_prefix: bool = True
+    max_load_ratio: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.25
+    steal_after_seconds: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False)] = 0.25
+
+
 class LaneOptions(BaseModel):
     """Settings of interactive requests at a worker.
 
     Attributes:
         max_requests: most concurrent ones of a worker; None: a few more than its batch has rows.
         drain_seconds: time for running ones to end after the stop signal; the others go on at another worker.
-        slo: their SLOs.
+        slo: their SLOs.  routing: which worker gets them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -137,6 +155,7 @@ class LaneOptions(BaseModel):
     max_requests: Positive | None = None
     drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 20.0
     slo: SloOptions = SloOptions()
+    routing: RoutingOptions = RoutingOptions()
 
 
 class GpuOptions(BaseModel):

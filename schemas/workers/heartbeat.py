@@ -24,3 +24,4 @@ class StoredHeartbeat(StoredReport):
     price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     passed_over: tuple[tuple[Name, Count], ...] = ()
     max_num_seqs: Count | None = None
+    takes_lane_requests: bool = False

@@ -6,6 +6,7 @@ Plain frozen dataclasses, validated by pydantic on reading, because any client o
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -26,7 +27,8 @@ _STRICT = ConfigDict(extra="forbid")
 ADDRESSED_MARK: Final = "@"
 DECODE: Final = "decode"
 """The sub-queue of requests whose prompt was computed by another worker."""
-QueueName = Annotated[str, StringConstraints(pattern=r"^(decode|@[A-Za-z0-9._-]{1,255})?$")]
+_QUEUE_NAME: Final = r"^(decode|@[A-Za-z0-9._-]{1,255})?$"
+QueueName = Annotated[str, StringConstraints(pattern=_QUEUE_NAME)]
 """The name of a model's sub-queue: "" is the general one, "@NAME" holds the requests that are addressed to a worker."""
 
 
@@ -162,6 +164,11 @@ def addressed_to(worker: str) -> str:
 def is_addressed(queue: str) -> bool:
     """Whether the sub-queue's requests are addressed to one worker."""
     return queue.startswith(ADDRESSED_MARK)
+
+
+def is_queue_name(text: str) -> bool:
+    """Whether the text is the name of a sub-queue."""
+    return re.fullmatch(_QUEUE_NAME, text) is not None
 
 
 def closes_attempt(event: LaneEvent) -> bool:

@@ -213,6 +213,7 @@ class WorkerMetrics(StoredReport):
         expert_load, rank_load: rows of a mixture's busiest experts, and of the busiest ranks that hold whole experts,
             over those of the mean one, in the last seconds; None: there were none, or they are not counted.
         lane_open, lane_waiting: interactive requests: in the engine, and accepted but not in it yet.
+        lane_stolen: interactive requests that it took and that were addressed to other workers.
         pace: None: there is no SLO.  speculation: None: nothing was drafted.  cache_tier, host_tier: the
             second tiers of the prefix cache on a disk, and in host memory; None: there is none.
         handover: None: the worker neither hands requests over nor takes them over.
@@ -239,6 +240,7 @@ class WorkerMetrics(StoredReport):
     rank_load: Amount | None = None
     lane_open: Count = 0
     lane_waiting: Count = 0
+    lane_stolen: Count = 0
     pace: SloMetrics | None = None
     speculation: SpeculationMetrics | None = None
     cache_tier: CacheTierMetrics | None = None

@@ -148,7 +148,7 @@ RECORDS: dict[str, StoredModel] = {
     "api-key": ApiKey(id="0" * 16, digest=SHA, tenant="team-a", scopes=(Scope.ADMIN,), created_at=NOON, expires_at=NOON,
                       label="l", max_tokens=9, limits=RateLimits(requests_per_minute=9)),
     "heartbeat": StoredHeartbeat(name="w", models=("k",), held=(("job-1", 1),), waiting_tokens=5, tokens_per_second=9.5,
-                                draining=True, price_per_hour=2.0),
+                                draining=True, price_per_hour=2.0, takes_lane_requests=True),
     "canary-record": CanaryRecord(pin=PIN, answers=(ANSWER,), recorded_at=NOON, worker="w"),
     "canary-failure": CanaryFailure(pin=PIN, reason="r", at=NOON, worker="w"),
     "release": Release(id="n/00001", number=1, mode="canary", stable=ENTRY, candidate=ENTRY, rules=ReleaseRules(),
@@ -208,6 +208,7 @@ REQUEST = LaneRequest(
     attempt=2,
     tokens=((1,),),
     traceparent=TRACE,
+    queue="@w",
 )
 TASK = b'[["job-1", 1, 1], {}, {"callbacks": null, "errbacks": null, "chain": null, "chord": null}]'
 

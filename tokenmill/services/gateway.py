@@ -98,6 +98,7 @@ class GatewayService:
         from pipeline.gateway.routes.dependencies import GatewayDependencies
         from pipeline.gateway.status import Status
         from pipeline.lane.client import CallSettings
+        from pipeline.lane.prefix_router import PrefixRouter
 
         keys = ApiKeys(root.world)
         _check_open(settings, host, keys.has_keys())
@@ -110,12 +111,17 @@ class GatewayService:
         intake = open_intake(root, settings)
         status = Status(root.world, backends.heartbeats, 1.0 if root.folder else _REMOTE_POLL_SECONDS)
         http_metrics = HttpMetrics(root.world.clock)
+        routing = settings.lane.routing
+        self._router = (
+            PrefixRouter(root.world.clock, backends.heartbeats, routing.max_load_ratio) if routing.by_prefix else None
+        )
         self.sources: list[Source] = [
             metric_collectors.workers(backends.heartbeats, each=settings.metrics.workers),
             dispatching or metric_collectors.installation(status),
             metric_collectors.http(http_metrics),
             metric_collectors.intake(root.ingest_metrics, root.world.dead_letters),
             metric_collectors.unexpected_errors(root.world.errors),
+            *([] if self._router is None else [metric_collectors.lane_routes(self._router)]),
         ]
         self._parts = GatewayDependencies(
             world=root.world,
@@ -156,7 +162,7 @@ class GatewayService:
 
         clock = self._parts.world.clock
         traces, ended = self._parts.world.traces, threading.Event()
-        bridge = LaneBridge(self._lane, clock, self._call, self._parts.http_metrics, traces=traces)
+        bridge = LaneBridge(self._lane, clock, self._call, self._parts.http_metrics, traces=traces, router=self._router)
         answers = InferenceResponses(self._request_builder, bridge, clock, self._streams)
         arguments = ("lane calls", bridge.run, ended, self._parts.world)
         calls = threading.Thread(target=supervise, args=arguments, name="lane calls", daemon=True)

@@ -201,9 +201,16 @@ class WorkerService:
         self._loads = {pin.key: load for pin, load in zip(pins, models, strict=True)}
         self._client: ShardClient | None = None
         self._lane = backends.lane.worker(self._name)
-        self._rotation = ModelRotation(list(self._loads), backends.queue, self._lane, root.world.clock, switch_after)
+        steal_after_seconds = settings.lane.routing.steal_after_seconds
+        self._rotation = ModelRotation(
+            list(self._loads), backends.queue, self._lane, root.world.clock, switch_after, steal_after_seconds
+        )
         self._lane_rules = lane_rules(settings, policies)
-        self._serving = LaneServing(most=settings.lane.max_requests, grace_seconds=settings.lane.drain_seconds)
+        self._serving = LaneServing(
+            most=settings.lane.max_requests,
+            grace_seconds=settings.lane.drain_seconds,
+            steal_after_seconds=steal_after_seconds,
+        )
         self._watchdog = Watchdog(settings.stuck_seconds)
         self._settings = worker_settings(settings, backends, policies)
         self.greeting = f"working for {root.url} with {', '.join(self.models)}"
@@ -243,6 +250,7 @@ class WorkerService:
         client = ShardClient(
             self._name, world, self._root.ledger, self._backends.queue, self._backends.heartbeats, lambda: False,
             models=[key], price_per_hour=self._price,
+            takes_lane_requests=lambda: self._role != "decode" and not stop.is_set(),
         )  # fmt: skip
         self._client = client
         logger.info("model's turn", model=model.name, key=key)

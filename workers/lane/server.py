@@ -43,7 +43,7 @@ from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.tracing import NO_TRACES, Traces
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.tokenizing import TOKENIZER_URLS
-from schemas.workers.lane import LaneEvent, LaneRequest, closes_attempt
+from schemas.workers.lane import LaneEvent, LaneRequest, addressed_to, closes_attempt, is_addressed
 from workers.lane.handover import NO_HANDOVER, Blocks, LaneHandover, PrefillHandover
 from workers.lane.preparation import PreparationQueue
 from workers.lane.requests import PREFIX, LaneReader, LaneRules
@@ -151,6 +151,7 @@ class LaneServer:
         self._prefill, self._decode = handover.prefill, handover.decode
         self._serving = serving or LaneServing()
         self._max_requests = self._serving.most or model.max_num_seqs + max(2, model.max_num_seqs // 8)
+        self._own_queue = addressed_to(lane.name)
         self._queues = QueueOrder(
             model.pin().key, lane.name, self._serving.steal_after_seconds, handover.role, handover.help_after_seconds
         )
@@ -161,6 +162,7 @@ class LaneServer:
         self._held: dict[str, LaneRequest] = {}  # by id, from being taken until its last event is emitted
         self._first_tenant: str | None = None
         self._has_several_tenants = False
+        self._stolen = 0
         self._unwanted: set[tuple[str, int]] = set()
         self._arrived: deque[_OpenRequest] = deque()
         self._refused: deque[tuple[str, int]] = deque()  # engine's request id and choice, to cancel
@@ -256,9 +258,10 @@ class LaneServer:
         """See `SideWork.metrics`."""
         with self._changed:
             waiting = Counter(opened.request.tier for opened in self._arrived)
+            stolen = self._stolen
         handover = self._prefill or self._decode
         return SideWorkMetrics(
-            len(self._open), waiting, self._ended_requests, None if handover is None else handover.metrics()
+            len(self._open), waiting, self._ended_requests, None if handover is None else handover.metrics(), stolen
         )
 
     def wait(self, seconds: float) -> None:
@@ -410,6 +413,7 @@ class LaneServer:
         with self._changed:
             earlier = [(request.id, self._held[request.id].attempt) for request in taken if request.id in self._held]
             self._held.update((request.id, request) for request in taken)
+            self._stolen += sum(is_addressed(one.queue) and one.queue != self._own_queue for one in taken)
             for request in taken:
                 self._first_tenant = request.tenant if self._first_tenant is None else self._first_tenant
                 self._has_several_tenants |= request.tenant != self._first_tenant

@@ -88,7 +88,7 @@ class SideWorkMetrics:
 
     Attributes:
         open: requests in the engine.  waiting: requests that are prepared and not in it yet, by tier.
-        ended: requests that have ended.
+        ended: requests that have ended.  stolen: requests that were addressed to other workers.
         handover: None: there are no hand-overs between workers.
     """
 
@@ -96,6 +96,7 @@ class SideWorkMetrics:
     waiting: Mapping[Tier, int] = field(default_factory=dict)
     ended: EndedRequests = field(default_factory=EndedRequests)
     handover: HandoverMetrics | None = None
+    stolen: int = 0
 
 
 class _Reading(NamedTuple):
@@ -164,6 +165,7 @@ class MetricsReader:
             rank_load=None if load is None else load.busiest_rank,
             lane_open=side_work.open,
             lane_waiting=sum(side_work.waiting.values()),
+            lane_stolen=side_work.stolen,
             pace=None if stats.slo is None else _slo_metrics(stats.slo),
             speculation=_speculation(stats.speculation),
             cache_tier=None if stats.tier is None else _cache_tier(stats.tier),

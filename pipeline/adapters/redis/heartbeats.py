@@ -94,6 +94,7 @@ class RedisHeartbeats:
             price_per_hour=state.price_per_hour,
             passed_over=tuple(sorted(state.passed_over)),
             max_num_seqs=state.max_num_seqs,
+            takes_lane_requests=state.takes_lane_requests,
         )
         keys = [*self._marks, self._index, self._key(state.name)]
         with self._client.translate_errors("leave a heartbeat"):
@@ -173,4 +174,5 @@ class RedisHeartbeats:
             price_per_hour=record.price_per_hour,
             passed_over=frozenset(record.passed_over),
             max_num_seqs=record.max_num_seqs,
+            takes_lane_requests=record.takes_lane_requests,
         )

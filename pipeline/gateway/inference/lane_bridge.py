@@ -19,6 +19,7 @@ from pipeline.gateway.http.errors import ApiError, bad_request, internal_error, 
 from pipeline.gateway.http.metrics import HttpMetrics
 from pipeline.lane.client import CallSettings, LaneCalls
 from pipeline.lane.ports import Lane, LaneFull
+from pipeline.lane.prefix_router import PrefixRouter
 from pipeline.ports import Clock, PipelineError
 from pipeline.tracing import NO_TRACES, Traces
 from schemas.requests.tokenizing import TOKENIZER_URLS
@@ -39,6 +40,7 @@ class LaneBridge:
     Args:
         metrics: count requests and responses.
         max_calls: concurrent requests; further ones are refused.
+        router: chooses the workers of requests; None: any worker takes them.
     """
 
     def __init__(
@@ -49,9 +51,10 @@ class LaneBridge:
         metrics: HttpMetrics,
         max_calls: int = 10_000,
         traces: Traces = NO_TRACES,
+        router: PrefixRouter | None = None,
     ) -> None:
         self.metrics = metrics
-        self._calls = LaneCalls(lane, clock, settings, traces)
+        self._calls = LaneCalls(lane, clock, settings, traces, router)
         self._max_calls = max_calls
         self._sinks: dict[str, Sink] = {}
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -33,6 +33,7 @@ WHOLE = WorkerState(
     draining=True,
     passed_over=frozenset({("job-a", 7)}),
     max_num_seqs=1024,
+    takes_lane_requests=True,
 )
 
 METRICS = WorkerMetrics(

@@ -129,7 +129,8 @@ def test_requests_of_the_lane_count_with_their_tier(
         for number in range(5):
             tier = Tier.INTERACTIVE if number < 3 else Tier.STANDARD
             body = {**kit.chat(f"hello {number}"), "max_tokens": 8}
-            request = LaneRequest(f"r{number}", model.pin().key, body, CHAT, tier)
+            queue = ("", "@w", "@another", "@gone", "")[number]
+            request = LaneRequest(f"r{number}", model.pin().key, body, CHAT, tier, queue=queue)
             events = list(answer(lane, request, CLOCK, CallSettings(poll_interval_seconds=0.01)))
             assert isinstance(events[-1], EndEvent)
             usages.append(events[-1].response["usage"])
@@ -145,6 +146,7 @@ def test_requests_of_the_lane_count_with_their_tier(
         assert samples(counts.ttft) == samples(counts.whole) == len(expected)
     assert any(load.metrics.lane_open for load in sink.loads)
     assert metrics.lane_open == metrics.lane_waiting == 0
+    assert metrics.lane_stolen == 2
 
 
 def test_a_loaded_model_knows_its_gpus(model_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,7 @@ WORKER_METRICS = WorkerMetrics(
     },
     computed=200, prompt=58, generated=47, recomputed=3, prefix_queried=90, prefix_hits=32,
     steps=HistogramSample(counts=(10, 10), seconds=0.03), step_rows=80, preemptions=2, kv_blocks=100, kv_blocks_used=25,
-    expert_load=2.5, rank_load=1.25, lane_open=2, lane_waiting=1, store_outage="no room",
+    expert_load=2.5, rank_load=1.25, lane_open=2, lane_waiting=1, lane_stolen=4, store_outage="no room",
     pace=SloMetrics(
         weights=SloWeights(ttft=1, itl=2, utilisation=0.3, drops=4),
         terms=SloWeights(ttft=0.5, itl=0.25, utilisation=0.1, drops=0.01),
@@ -241,7 +241,7 @@ def test_the_metrics_of_each_live_worker_are_exposed(tmp_path: Path) -> None:
             "inter_token_seconds_count": 35, "request_seconds_count": 9, "slo_objective": 0.5 + 0.5 + 0.03 + 0.04,
             "slo_batch_ratio": 0.75, "store_outage": 1, "speculation_gained_tokens": -1.5,
             "speculation_compared_seconds_total": 0.5, "kv_tier_rejected_blocks_total": 1,
-            "kv_tier_off": 1,
+            "kv_tier_off": 1, "lane_stolen_requests_total": 4,
         }.items():  # fmt: skip
             assert found.sum(f"tokenmill_{name}", **one) == pytest.approx(value), name
         assert found.all("tokenmill_lane_requests", **one) == {("open",): 2, ("waiting",): 1}
