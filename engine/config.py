@@ -160,8 +160,11 @@ class EngineConfig:
             (W8A8), where that is faster; "int8-weight-only": activations stay as they are (W8A16). "int4" and "fp8":
             weights only, rounded to nearest in groups of 32 and by rows.
         kv_dtype: of the cache; "int8" (on a CPU) and "fp8" (on a GPU) halve it, with one scale per token and head.
-        tensor_parallel: devices of this machine that share the model, each with a process of its own. On a CPU they are
-            processes that share `threads`; memory limits are for the sum of all of them.
+        tensor_parallel: devices of this machine that share each layer, each with a process of its own. On a CPU they
+            are processes that share `threads`; memory limits are for the sum of all of them.
+        pipeline_parallel: stages of `tensor_parallel` devices each; a stage has some consecutive layers of the model.
+        micro_batches: parts of a step, of whole rows, that stages compute at the same time; fewer where a step has
+            fewer rows. None: as many as pay (`engine.parallel.pipeline`).
         expert_parallel: with tensor parallelism, each rank holds whole experts of a mixture, not a part of each.
         expert_counts: a file of `Engine.expert_load().rows`, by `numpy.save`: experts are placed on ranks so that the
             sums of these counts are balanced; None: neighbours are on one rank.
@@ -185,6 +188,8 @@ class EngineConfig:
     quantize: Quantize = "none"
     kv_dtype: KVDType = "auto"
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    micro_batches: int | None = None
     expert_parallel: bool = False
     expert_counts: str | None = None
     rank_timeout_seconds: float = 120.0
@@ -194,6 +199,11 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices that share the model."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def graph_tokens(self) -> int:

@@ -144,7 +144,7 @@ def gpu_uuids(config: EngineConfig) -> tuple[str, ...]:
     device = resolve_device(config.device)
     if device.type != "cuda":
         return ()
-    ranks = range(config.tensor_parallel) if config.tensor_parallel > 1 else (device.index,)
+    ranks = range(config.num_ranks) if config.num_ranks > 1 else (device.index,)
     return tuple(str(torch.cuda.get_device_properties(rank).uuid) for rank in ranks)
 
 
@@ -325,8 +325,8 @@ class Engine:
             torch.set_num_threads(config.threads)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
-        ranks = config.tensor_parallel != 1 or config.expert_parallel or config.expert_counts is not None
-        if rank_group is not None or ranks:
+        of_ranks = config.expert_parallel, config.expert_counts is not None, config.micro_batches is not None
+        if rank_group is not None or config.tensor_parallel != 1 or config.pipeline_parallel != 1 or any(of_ranks):
             return cls._load_shared(path, config, dtype, device, rank_group)
         check_second_tier(config, model_digest)
         native = native_library(config, dtype, device)

@@ -54,6 +54,21 @@ class AttentionBatch:
             slot_mapping=tuple(slots[wanted] for slots in self.slot_mapping),
         )
 
+    def rows(self, first: int, end: int) -> AttentionBatch:
+        """Return the batch of the sequences first ... end - 1 alone."""
+        tokens = slice(int(self.counts[:first].sum()), int(self.counts[:end].sum()))
+        wanted = self.wanted
+        if wanted is not None:
+            wanted = wanted[(wanted >= tokens.start) & (wanted < tokens.stop)] - np.int32(tokens.start)
+        return AttentionBatch(
+            starts=self.starts[first:end],
+            counts=self.counts[first:end],
+            num_decodes=min(max(self.num_decodes - first, 0), end - first),
+            block_tables=tuple(table[first:end] for table in self.block_tables),
+            slot_mapping=tuple(slots[tokens] for slots in self.slot_mapping),
+            wanted=wanted,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
@@ -80,8 +95,10 @@ class KVLayout:
 
     @classmethod
     def of(cls, spec: ModelSpec, groups: tuple[CacheGroup, ...], block_size: int) -> KVLayout:
-        """Of a model's cache."""
-        shapes = tuple(spec.kv_shape(group.layers[0]) for group in groups)
+        """Of a model's cache. A group without layers, of which another process has all, has the shape of a layer that
+        this one has."""
+        some = next(group.layers[0] for group in groups if group.layers)
+        shapes = tuple(spec.kv_shape(group.layers[0] if group.layers else some) for group in groups)
         return cls(
             groups, block_size, *shapes[0], spec.num_heads, spec.has_sinks, spec.latent_dim,
             shapes if len(set(shapes)) > 1 else (),

@@ -279,8 +279,10 @@ def check_encoder_config(config: EngineConfig) -> None:
     Raises:
         UnsupportedModel: names the one that it does not support.
     """
-    if config.tensor_parallel != 1:
-        raise UnsupportedModel("an encoder can't be shared by several devices; leave tensor parallelism out")
+    if config.num_ranks != 1 or config.micro_batches is not None:
+        raise UnsupportedModel(
+            "an encoder can't be shared by several devices; leave tensor and pipeline parallelism out"
+        )
     if config.expert_parallel or config.expert_counts is not None:
         raise UnsupportedModel("an encoder has no experts to distribute over ranks; leave expert parallelism out")
     if config.quantize not in ("none", "dense"):

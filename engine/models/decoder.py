@@ -95,6 +95,8 @@ class DecoderSpec:
         weight_prefixes: prefixes of the decoder's tensors in checkpoints of this family ("model."), by preference.
         ignored_weights: prefixes of tensors that are not needed (an image encoder).
         stored_as: modules that checkpoints name otherwise, or store stacked, see `UnstackedWeights`.
+        held: the layers that this process holds, of a model that several share by layers; embedding and head are with
+            the first layer. None: all.
     """
 
     architecture: str
@@ -149,6 +151,12 @@ class DecoderSpec:
     ignored_weights: tuple[str, ...] = ()
     stored_as: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     context_limit: str | None = None
+    held: range | None = None
+
+    @property
+    def held_layers(self) -> range:
+        """The layers that this process holds."""
+        return range(self.num_layers) if self.held is None else self.held
 
     @property
     def is_plain(self) -> bool:
@@ -364,17 +372,19 @@ class FusedDecoder:
         spec: DecoderSpec,
         dtype: torch.dtype,
         *,
-        embedding: Tensor | QWeight,
+        embedding: Tensor | QWeight | None,
         layers: tuple[Layer, ...],
         norm: Tensor,
-        head: Linear,
+        head: Linear | None,
         positions: int | None,
         inputs: LayerInputs | None = None,
     ) -> None:
         """Create the decoder from its weights, without copies.
 
         Args:
-            embedding: [vocab_size, hidden_size]; rows of a quantized one are dequantized when they are looked up.
+            embedding: [vocab_size, hidden_size]; rows of a quantized one are dequantized when they are looked up. None,
+                and no head: another process has both (`DecoderSpec.held`).
+            layers: those of `DecoderSpec.held_layers`.
             norm: float32 [hidden_size], as of `Layer`.
             positions: rotary positions to tabulate at once (None: on first use, or all where that is impossible).
             inputs: makes the layers' own inputs, with `DecoderSpec.layer_inputs`.
@@ -433,6 +443,7 @@ class FusedDecoder:
     def embedding(self) -> Tensor:
         """See `LayeredModel.embedding`; dequantized, if it is quantized."""
         whole = self._embedding
+        assert whole is not None
         return whole.dequantize(self._spec.dtype) if isinstance(whole, QWeight) else whole
 
     def _forward(
@@ -446,15 +457,9 @@ class FusedDecoder:
         """Run `forward`; states: layer -> output for its input [T, hidden_size]."""
         spec = self._decoder
         with torch.inference_mode():
-            hidden = self._embed(input_ids)
-            if self._embedding_scale is not None:
-                hidden *= self._embedding_scale
-            step = _StepParts(
-                attend,
-                [rope.lookup(positions, rope_lengths) for rope in self._ropes],
-                [None if rope.growth is None else rope.growth.factors(positions)[:, None, None] for rope in spec.ropes],
-                None if self._inputs is None else self._inputs.of(input_ids, hidden, spec.norm_eps),
-            )
+            hidden = self._embed_scaled(input_ids)
+            inputs = None if self._inputs is None else self._inputs.of(input_ids, hidden, spec.norm_eps)
+            step = self._step_parts(positions, attend, rope_lengths, inputs)
             first = spec.num_layers if states is not None else self._num_storing
             residual = Residual(self._ops, hidden, spec.residual_scale)
             self._through(range(first), residual, step, states or {})
@@ -470,11 +475,32 @@ class FusedDecoder:
                 states[spec.num_layers].copy_(residual.joined())
             return _tensor(residual.normed(self._norm))
 
+    def _embed_scaled(self, input_ids: Tensor) -> Tensor:
+        """Return what the first layer reads [T, hidden_size]; a new tensor."""
+        hidden = self._embed(input_ids)
+        if self._embedding_scale is not None:
+            hidden *= self._embedding_scale
+        return hidden
+
+    def _step_parts(
+        self, positions: Tensor, attend: Attend, rope_lengths: Tensor | None, inputs: Tensor | None
+    ) -> _StepParts:
+        return _StepParts(
+            attend,
+            [rope.lookup(positions, rope_lengths) for rope in self._ropes],
+            [
+                None if rope.growth is None else rope.growth.factors(positions)[:, None, None]
+                for rope in self._decoder.ropes
+            ],
+            inputs,
+        )
+
     def _through(self, layers: range, residual: Residual, step: _StepParts, states: Mapping[int, Tensor]) -> None:
         """Take the residual stream through layers; `states` as of `_forward`."""
         spec = self._decoder
+        first = spec.held_layers.start
         for index in layers:
-            layer = self._layers[index]
+            layer = self._layers[index - first]
             if index in states:
                 states[index].copy_(residual.joined())
             reader = None if spec.parallel or not isinstance(layer.attention, HeadAttention) else layer.attention.qkv
@@ -518,10 +544,12 @@ class FusedDecoder:
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         """Return the tokens' rows [T, hidden_size], before any scaling; a new tensor."""
+        assert self._embedding is not None
         return look_up(self._embedding, input_ids, self._spec.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalModel.logits`."""
+        assert self._head is not None
         with torch.inference_mode():
             logits = self._head(hidden).float()
             if self._decoder.logits_scale != 1.0:

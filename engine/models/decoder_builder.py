@@ -204,7 +204,7 @@ class WeightReader:
             raise CorruptWeights(f"tensor {name} has shape {list(shape)}, but the config asks for {list(wanted)}")
 
     def forget(self, name: str) -> None:
-        """Count a tensor as read that was read elsewhere."""
+        """Count a tensor as read that was read elsewhere, or by another process."""
         self._left.remove(name)
 
     def fill(self, name: str, into: Tensor) -> None:
@@ -336,14 +336,20 @@ def build_decoder(
     names = [(prefix, name) for prefix in spec.weight_prefixes for name in _EMBEDDINGS]
     prefix, name = next((found for found in names if reader.has("{}{}.weight".format(*found))), names[0])
     use: Use = "tied" if spec.tied else "embedding"
-    embedding = reader.matrix(f"{prefix}{name}.weight", spec.vocab_size, spec.hidden_size, use)
+    embedding, head = None, None
+    if spec.held_layers.start == 0:
+        embedding = reader.matrix(f"{prefix}{name}.weight", spec.vocab_size, spec.hidden_size, use)
+    else:
+        for other in filter(reader.has, (f"{prefix}{name}.weight", *_HEADS)):
+            reader.forget(other)
     inputs = None
     if spec.layer_inputs is not None:
         inputs = _layer_inputs(spec.layer_inputs, spec, reader, builder, prefix)
-    layers = tuple(_layer(spec, reader, builder, prefix, index) for index in range(spec.num_layers))
+    layers = tuple(_layer(spec, reader, builder, prefix, index) for index in spec.held_layers)
     last = next((found for found in _LAST_NORMS if reader.has(f"{prefix}{found}.weight")), _LAST_NORMS[0])
     norm = reader.norm(f"{prefix}{last}", (spec.hidden_size,), spec.norm_offset, spec.norm_bias)
-    head = _head(spec, reader, builder, embedding)
+    if embedding is not None:
+        head = _head(spec, reader, builder, embedding)
     reader.finish(spec.ignored_weights)
     _report_slow_experts(layers, device)
     parts = {"embedding": embedding, "layers": layers, "norm": norm, "head": head, "positions": positions}

@@ -1,1 +1,2 @@
-"""Tensor parallelism: one model's weights and cache sharded over several devices of one machine, a process each."""
+"""One model on several devices of one machine, a process each: tensor parallelism within a layer, and pipeline
+parallelism, stages of layers."""

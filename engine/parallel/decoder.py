@@ -1,4 +1,6 @@
-"""A rank's decoder: the fused decoder over its shard of the weights, with the sums over the ranks."""
+"""A rank's decoder: the fused decoder over its shard of the weights, with the sums over the ranks of its stage. Hidden
+states go from stage to stage.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.attention import AttentionBackend, AttentionBatch
 from engine.config import Quantize
 from engine.expert_load import ExpertLoad
-from engine.models.base import CausalModel
+from engine.models.base import Attend, CausalModel
 from engine.models.decoder import DecoderSpec, FusedDecoder
 from engine.models.decoder_builder import TorchBuilder, Use
 from engine.models.experts import ExpertLinear, Experts, Mlp
-from engine.parallel.process_group import RankGroup
+from engine.models.layer_ops import Residual
+from engine.parallel.pipeline import MicroBatch, micro_batches, stage_specs
+from engine.parallel.process_group import RankGroup, RankGroups
 from engine.parallel.sharding import Share
 from engine.quant.base import Fp8Input, Fp8Rows, Linear, fp8_input, product
 from engine.quant.weight import QWeight
@@ -68,21 +74,24 @@ class GatheredLinear:
 
 class RankDecoder(FusedDecoder):
     """A `CausalModel` whose forward pass all ranks run together, in step. Hidden states and logits are whole on each
-    of them.
+    rank of the first stage; the other stages have neither.
 
     Attributes:
-        whole: the whole model's spec. `spec` equals it except for the heads, which are the rank's own, as its cache is.
+        whole: the whole model's spec. `spec` equals it except for the heads, which are the rank's own, and for the
+            layers that are cached, which are its stage's.
+        stage_specs: as `spec`, of the ranks of each stage.
     """
 
-    def __init__(self, share: Share, dtype: torch.dtype, group: RankGroup, **parts: Any) -> None:
+    def __init__(self, share: Share, dtype: torch.dtype, groups: RankGroups, **parts: Any) -> None:
         super().__init__(share.local, dtype, **parts)
         local = self._spec
         self.whole = share.spec.model_spec(dtype)
-        self._spec = replace(
-            self.whole, num_heads=local.num_heads, num_kv_heads=local.num_kv_heads, kv_shapes=local.kv_shapes
-        )
+        own = replace(self.whole, num_heads=local.num_heads, num_kv_heads=local.num_kv_heads, kv_shapes=local.kv_shapes)
+        self.stage_specs = stage_specs(own, groups.num_stages)
+        self._spec = self.stage_specs[groups.stage_index]
         self._tokens = share.vocabulary
-        self._group = group
+        self._groups = groups
+        self._group = groups.stage
         mixtures = ((index, layer.mixture) for index, layer in enumerate(self._layers))
         self._expert_rows = {
             index: mixture.rows
@@ -90,6 +99,99 @@ class RankDecoder(FusedDecoder):
             if isinstance(mixture, Experts) and mixture.rows is not None
         }
         self._expert_ranks = np.array(share.expert_ranks) if self._expert_rows else None
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None) -> Tensor:
+        """See `CausalModel.forward`; with several stages as one micro-batch."""
+        if self._groups.num_stages == 1:
+            return super().forward(input_ids, positions, attend, rope_lengths)
+        parts = [MicroBatch(slice(0, len(positions)), None, lambda: attend)]
+        return self._through_stages(input_ids, positions, parts, rope_lengths)
+
+    def forward_step(
+        self, input_ids: Tensor, positions: Tensor, rope_lengths: Tensor | None, batch: AttentionBatch,
+        ends: NDArray[np.int32], attention: AttentionBackend,
+    ) -> Tensor:  # fmt: skip
+        """Run `forward` of a step, in the micro-batches that `ends` divides it into (`divide_step`). With several
+        stages only the tokens that are wanted have hidden states."""
+        parts = micro_batches(batch, ends, attention)
+        if self._groups.num_stages == 1:
+            (part,) = parts
+            return super().forward(input_ids, positions, part.prepare(), rope_lengths)
+        return self._through_stages(input_ids, positions, parts, rope_lengths)
+
+    def _through_stages(
+        self, input_ids: Tensor, positions: Tensor, parts: Sequence[MicroBatch], rope_lengths: Tensor | None
+    ) -> Tensor:
+        """Take micro-batches through this rank's stage, and return the last stage's hidden states [T, hidden_size] to
+        the first one.
+
+        Nothing waits for a send before all is computed, so a stage computes while its results are on their way. The
+        first stage receives last: on GPUs the operations of two ranks run in the order in which they were started.
+        """
+        groups, spec = self._groups, self._spec
+        is_first, is_last = groups.stage_index == 0, groups.stage_index == groups.num_stages - 1
+        hidden = torch.empty(len(positions), spec.hidden_size, dtype=spec.dtype, device=groups.device)
+        arriving = [] if is_first else [groups.whole.receive(hidden[part.tokens], groups.before) for part in parts]
+        sent = []
+        for index, part in enumerate(parts):
+            if is_first:
+                entering = input_ids[part.tokens]
+            else:
+                arriving[index].wait()
+                entering = hidden[part.tokens]
+            leaving = self.forward_stage(entering, part, positions, rope_lengths)
+            if is_last:
+                leaving = self._last_normed(leaving, part.wanted)
+            if len(leaving):
+                sent.append((leaving, groups.whole.send(leaving, groups.following)))
+        if is_first:
+            self._receive_wanted(hidden, parts)
+        for _, operation in sent:
+            operation.wait()
+        return hidden
+
+    def forward_stage(
+        self, entering: Tensor, part: MicroBatch, positions: Tensor, rope_lengths: Tensor | None
+    ) -> Tensor:
+        """Compute the layers of this rank's stage for a micro-batch.
+
+        Args:
+            entering: int64 [T] token ids in the first stage, else hidden states [T, hidden_size], which are changed.
+            positions, rope_lengths: of the whole step, as of `CausalModel.forward`.
+
+        Returns:
+            Hidden states behind the last of the layers [T, hidden_size], before any norm.
+        """
+        with torch.inference_mode():
+            hidden = self._embed_scaled(entering) if self._groups.stage_index == 0 else entering
+            lengths = None if rope_lengths is None else rope_lengths[part.tokens]
+            step = self._step_parts(positions[part.tokens], part.prepare(), lengths, None)
+            residual = Residual(self._ops, hidden, self._decoder.residual_scale)
+            self._through(self._decoder.held_layers, residual, step, {})
+            return residual.joined()
+
+    def _last_normed(self, hidden: Tensor, wanted: NDArray[np.int32] | None) -> Tensor:
+        """Return the wanted tokens' hidden states [W, hidden_size] behind the model's last norm."""
+        if wanted is not None:
+            (at,) = self._transfer.up(wanted.astype(np.int64))
+            hidden = hidden.index_select(0, at)
+        normed = self._ops.add_norm(hidden, None, self._norm)
+        assert isinstance(normed, Tensor)
+        return normed
+
+    def _receive_wanted(self, hidden: Tensor, parts: Sequence[MicroBatch]) -> None:
+        """Receive the last stage's hidden states of all micro-batches."""
+        arriving = []
+        for part in parts:
+            own = hidden[part.tokens]
+            into = own if part.wanted is None else own.new_empty(len(part.wanted), own.shape[1])
+            if len(into):
+                arriving.append((part, own, into, self._groups.whole.receive(into, self._groups.before)))
+        for part, own, into, operation in arriving:
+            operation.wait()
+            if part.wanted is not None:
+                (at,) = self._transfer.up(part.wanted.astype(np.int64))
+                own.index_copy_(0, at, into)
 
     def expert_load(self) -> ExpertLoad | None:
         """See `RoutedModel.expert_load`: of all ranks' experts, counted where each rank has whole ones."""
@@ -123,7 +225,7 @@ class RankBuilder:
     """Makes a rank's decoder, of torch's operators."""
 
     share: Share
-    group: RankGroup
+    groups: RankGroups
     inner: TorchBuilder
 
     @property
@@ -152,14 +254,14 @@ class RankBuilder:
 
     def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> CausalModel:
         layers = tuple(
-            replace(layer, output=SummedLinear(layer.output, self.group), mlp=self._summed(layer.mlp))
+            replace(layer, output=SummedLinear(layer.output, self.groups.stage), mlp=self._summed(layer.mlp))
             for layer in parts.pop("layers")
         )
-        return RankDecoder(self.share, dtype, self.group, layers=layers, **parts)
+        return RankDecoder(self.share, dtype, self.groups, layers=layers, **parts)
 
     def _summed(self, mlp: Mlp | Experts) -> Mlp | Experts:
         """A mixture is summed as a whole (`RankDecoder`)."""
-        return replace(mlp, down=SummedLinear(mlp.down, self.group)) if isinstance(mlp, Mlp) else mlp
+        return replace(mlp, down=SummedLinear(mlp.down, self.groups.stage)) if isinstance(mlp, Mlp) else mlp
 
     def _gathered(self, part: Linear) -> Linear:
-        return GatheredLinear(part, self.group, self.share.vocabulary_width, self.share.spec.vocab_size)
+        return GatheredLinear(part, self.groups.stage, self.share.vocabulary_width, self.share.spec.vocab_size)

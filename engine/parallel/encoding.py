@@ -89,16 +89,17 @@ def _encode_forward(message: Forward) -> bytes:
     header = _numbers(
         _Kind.FORWARD, message.lengths, _NONE if graph is None else graph, len(batch.starts),
         len(batch.slot_mapping[0]), batch.num_decodes, len(batch.block_tables), width,
-        _NONE if wanted is None else len(wanted),
+        _NONE if wanted is None else len(wanted), len(message.ends),
     )  # fmt: skip
-    arrays: list[NDArray[Any]] = [*batch.slot_mapping, batch.starts, batch.counts, *batch.block_tables]
+    arrays: list[NDArray[Any]] = [*batch.slot_mapping, batch.starts, batch.counts, *batch.block_tables, message.ends]
     if wanted is not None:
         arrays.append(wanted)
     return b"".join((header, *(array.tobytes() for array in arrays)))
 
 
 def _decode_forward(fields: _Fields) -> Forward:
-    lengths, graph, sequences, tokens, num_decodes, groups, width, num_wanted = fields.take(np.int64, 8).tolist()
+    sizes = fields.take(np.int64, 9).tolist()
+    lengths, graph, sequences, tokens, num_decodes, groups, width, num_wanted, parts = sizes
     if lengths not in (0, 1) or graph < _NONE or min(tokens, groups) < 1 or not 0 <= num_decodes <= sequences:
         raise EngineError(
             f"a command of the leader is damaged: a step of {tokens} tokens, {num_decodes} of {sequences} sequences "
@@ -107,12 +108,17 @@ def _decode_forward(fields: _Fields) -> Forward:
     slots = tuple(fields.take(np.int64, tokens) for _ in range(groups))
     starts, counts = fields.take(np.int32, sequences), fields.take(np.int32, sequences)
     tables = tuple(fields.take(np.int32, sequences, width) for _ in range(groups))
+    ends = fields.take(np.int32, parts)
     wanted = None if num_wanted == _NONE else fields.take(np.int32, num_wanted)
     fields.end()
     if (found := int(counts.sum())) != tokens:
         raise EngineError(f"a command of the leader is damaged: a step of {tokens} tokens has sequences of {found}")
+    if not parts or ends[-1] != sequences or (np.diff(ends, prepend=np.int32(0)) < 1).any():
+        raise EngineError(
+            f"a command of the leader is damaged: micro-batches of {sequences} sequences end at {ends.tolist()}"
+        )
     batch = AttentionBatch(starts, counts, num_decodes, tables, slots, wanted)
-    return Forward(batch, bool(lengths), None if graph == _NONE else graph)
+    return Forward(batch, bool(lengths), ends, None if graph == _NONE else graph)
 
 
 def _numbers(*numbers: int) -> bytes:

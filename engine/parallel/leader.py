@@ -6,7 +6,7 @@ above are independent of ranks: one scheduler decides, and one sampler draws.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention import (
@@ -50,52 +51,47 @@ from engine.parallel.messages import (
     RecordGraph,
     ZeroBlocks,
 )
+from engine.parallel.pipeline import divide_step, held_groups, plan_stages
 from engine.parallel.rank_group import RankGroupProcesses
 from engine.plan import BlockCopy, CacheGroup, RowState, StepOutput, StepPlan
 from engine.runner.buckets import GraphBuckets, GraphShape
 from engine.runner.device_memory import MemoryUse, cache_budget, choose_for_device, measure
 from engine.runner.graphs import Graphs, Recorder, make_graphs
-from engine.runner.memory import available_bytes, plan_cache
+from engine.runner.memory import available_bytes
 from engine.runner.runner import ModelRunner, SubmittedStep
 from engine.runner.step_size import fit_step_size
 
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LeaderStep:
-    """A step as it is sent to the other ranks, and as the leader's own attention has prepared it."""
-
-    batch: AttentionBatch
-    prepared: Any
-
-
 class LeaderAttention:
-    """The leader's attention over its shard of the cache; the other ranks do the same."""
+    """The leader's attention over its shard of the cache; the other ranks do the same.
+
+    `inner` prepares and attends micro-batches (`RankDecoder.forward_step`), so nothing is prepared for a whole step.
+    """
 
     def __init__(self, inner: AttentionBackend, rank_group: RankGroupProcesses) -> None:
         self.name = inner.name
         self.inner = inner
         self._rank_group = rank_group
 
-    def prepare(self, batch: AttentionBatch) -> LeaderStep:
-        """See `AttentionBackend.prepare`."""
-        return LeaderStep(batch, self.inner.prepare(batch))
+    def prepare(self, batch: AttentionBatch) -> None:
+        """Prepare nothing: a step's batch is divided first."""
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, step: LeaderStep,
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, step: Any,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """See `AttentionBackend.attend`; of the leader's heads."""
-        return self.inner.attend(layer, q, k, v, scale, step.prepared, sinks)
+        """See `AttentionBackend.attend`; of the leader's heads, and of a micro-batch that `inner` has prepared."""
+        return self.inner.attend(layer, q, k, v, scale, step, sinks)
 
     def block_tensors(self, group: int) -> list[Tensor]:
         """See `AttentionBackend.block_tensors`; of the leader's shard."""
         return self.inner.block_tensors(group)
 
-    def layer_cache(self, layer: int, step: LeaderStep) -> LayerCache | None:
-        """See `AttentionBackend.layer_cache`; of the leader's heads."""
-        return self.inner.layer_cache(layer, step.prepared)
+    def layer_cache(self, layer: int, step: Any) -> LayerCache | None:
+        """See `AttentionBackend.layer_cache`; as `attend`."""
+        return self.inner.layer_cache(layer, step)
 
     def zero(self, group: int, blocks: list[int]) -> None:
         """See `AttentionBackend.zero`."""
@@ -113,18 +109,27 @@ class LeaderAttention:
 class LeaderModel:
     """A `CausalModel` that all ranks compute.
 
+    Args:
+        divide: divides a step into micro-batches, as `divide_step`.
+
     Attributes:
         own: the leader's part.
         resident: bytes of memory that loading took on each rank, without mapped files.
     """
 
     def __init__(
-        self, model: RankDecoder, rank_group: RankGroupProcesses, spec: ModelSpec, resident: list[int]
+        self,
+        model: RankDecoder,
+        rank_group: RankGroupProcesses,
+        spec: ModelSpec,
+        resident: list[int],
+        divide: Callable[[AttentionBatch], NDArray[np.int32]],
     ) -> None:
         self.resident = resident
         self.own = model
         self._rank_group = rank_group
         self._spec = spec
+        self._divide = divide
 
     @property
     def spec(self) -> ModelSpec:
@@ -134,12 +139,14 @@ class LeaderModel:
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None) -> Tensor:
         """See `CausalModel.forward`."""
         assert isinstance(attend, AttentionStep), "ranks attend by steps"
-        assert isinstance(attend.prepared, LeaderStep), "the leader's attention has prepared the step"
+        assert isinstance(attend.backend, LeaderAttention), "the other ranks have a part of the cache"
+        assert attend.batch is not None, "the other ranks prepare it, too"
+        batch, ends = attend.batch, self._divide(attend.batch)
         inputs = (input_ids, positions) if rope_lengths is None else (input_ids, positions, rope_lengths)
         with self._rank_group.collective():
-            self._rank_group.send(Forward(attend.prepared.batch, rope_lengths is not None))
-            self._rank_group.group.broadcast(torch.stack(inputs))
-            return self.own.forward(input_ids, positions, attend, rope_lengths)
+            self._rank_group.send(Forward(batch, rope_lengths is not None, ends))
+            self._rank_group.groups.whole.broadcast(torch.stack(inputs))
+            return self.own.forward_step(input_ids, positions, rope_lengths, batch, ends, attend.backend.inner)
 
     def expert_load(self) -> ExpertLoad | None:
         """See `RoutedModel.expert_load`."""
@@ -155,8 +162,8 @@ class LeaderModel:
             return torch.empty(0, self._spec.vocab_size, device=hidden.device)
         hidden = hidden.contiguous()
         with self._rank_group.collective():
-            self._rank_group.send(Logits(len(hidden)))
-            return self.own.logits(self._rank_group.group.broadcast(hidden))
+            self._rank_group.send(Logits(len(hidden)), to_own_stage=True)
+            return self.own.logits(self._rank_group.groups.stage.broadcast(hidden))
 
 
 class LeaderGraphs(Graphs):
@@ -212,8 +219,9 @@ class LeaderGraphs(Graphs):
     ) -> Tensor:
         """See `Graphs.replay`."""
         with self._rank_group.collective():
-            self._rank_group.send(Forward(batch, lengths=False, graph=self._numbers[shape]))
-            self._rank_group.group.broadcast(torch.stack((input_ids, positions)))
+            ends = np.array([len(batch.starts)], dtype=np.int32)
+            self._rank_group.send(Forward(batch, lengths=False, ends=ends, graph=self._numbers[shape]))
+            self._rank_group.groups.whole.broadcast(torch.stack((input_ids, positions)))
             return super().replay(shape, input_ids, positions, batch, shared)
 
     @contextmanager
@@ -284,9 +292,11 @@ class ParallelModel:
         Raises:
             EngineError, OutOfMemory: as `make_graphs`.
         """
-        make = partial(LeaderGraphs, self.rank_group)
-        width = rows.block_tables[0].shape[1]
-        graphs = make_graphs(self.config, self.model.own, self.attention.inner, width, self.device, make)
+        graphs = None
+        if self.rank_group.groups.num_stages == 1:
+            make = partial(LeaderGraphs, self.rank_group)
+            width = rows.block_tables[0].shape[1]
+            graphs = make_graphs(self.config, self.model.own, self.attention.inner, width, self.device, make)
         runner = ModelRunner(
             self.model, self.attention, rows, max_num_seqs=self.config.schedule.rows, device=self.device, graphs=graphs
         )
@@ -300,8 +310,20 @@ def check_parallel(config: EngineConfig) -> None:
         EngineError: names the one that they do not support.
     """
     several = f"tensor parallelism ({config.tensor_parallel} devices)"
-    if config.tensor_parallel < 1:
-        raise EngineError(f"tensor_parallel is {config.tensor_parallel}, but must be 1 or more")
+    for name in ("tensor_parallel", "pipeline_parallel", "micro_batches"):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise EngineError(f"{name} is {value}, but must be 1 or more")
+    if config.pipeline_parallel > 1:
+        several = f"pipeline parallelism ({config.pipeline_parallel} stages)"
+        if config.expert_parallel:
+            raise EngineError(f"expert_parallel doesn't run under {several}; leave --expert-parallel out")
+        if config.cuda_graphs:
+            raise EngineError(f"cuda_graphs doesn't run under {several}; leave TOKENMILL_GPU__CUDA_GRAPHS out")
+    elif config.micro_batches is not None:
+        raise EngineError(
+            "micro_batches is set, but pipeline_parallel is 1, so no other stage computes at the same time; give a "
+            "--pipeline-parallel of 2 or more, or leave --micro-batches out"
+        )
     if config.expert_parallel and config.tensor_parallel == 1:
         raise EngineError(
             "expert_parallel is set, but tensor_parallel is 1, so one rank holds all experts; give a --tensor-parallel "
@@ -345,13 +367,15 @@ def load_parallel(
     if device.type == "cpu":
         logger.warning(
             "several ranks compute with torch's operators, slower than the native kernels of one process",
-            tensor_parallel=config.tensor_parallel,
-        )
+            tensor_parallel=config.tensor_parallel, pipeline_parallel=config.pipeline_parallel,
+        )  # fmt: skip
     path = Path(path).absolute()
     own = rank_group is None
     rank_group = rank_group or RankGroupProcesses(
-        config.tensor_parallel, device, config.threads, config.rank_timeout_seconds
+        config.num_ranks, device, config.threads, config.rank_timeout_seconds, config.pipeline_parallel
     )
+    stages = rank_group.groups.num_stages
+    assert (rank_group.size, stages) == (config.num_ranks, config.pipeline_parallel), "the ranks were started for these"
     try:
         return _load(path, config, dtype, rank_group)
     except BaseException:
@@ -362,33 +386,39 @@ def load_parallel(
 
 def _load(path: Path, config: EngineConfig, dtype: torch.dtype, rank_group: RankGroupProcesses) -> ParallelModel:
     own, loaded = _load_shares(path, config, dtype, rank_group)
-    spec = own.spec
+    specs = own.stage_specs
     block_size = config.cache.block_size or default_block_size(config.attention)
     config = replace(config, cache=replace(config.cache, block_size=block_size))
-    limit, device = spec.context(config.max_model_len), rank_group.group.device
+    limit, device = own.whole.context(config.max_model_len), rank_group.groups.device
     available = [one.available for one in loaded]
 
     def plan(config: EngineConfig) -> tuple[CacheGroup, ...]:
         cache = config.cache
         if device.type == "cuda" and cache.memory_bytes is None and cache.num_blocks is None:
-            cache = _left_by(_measured(own, config, rank_group), cache)
+            uses, shards = _measured(own, config, rank_group), rank_group.groups.stage.size
+            caches = [_left_by(uses[first : first + shards], cache) for first in range(0, len(uses), shards)]
         else:
-            cache = _of_each(cache, available, rank_group)
-        return plan_cache(spec, cache, config.schedule, limit, device)
+            caches = _of_each(cache, available, specs, rank_group)
+        return plan_stages(own.whole, specs, caches, config.schedule, limit, device)
 
     if device.type == "cuda":
-        size = choose_for_device(config, spec, device, min(available), ranks=rank_group.size)
+        largest = max(specs, key=lambda spec: spec.kv_elements)
+        size = choose_for_device(config, largest, device, min(available), ranks=rank_group.size)
         config, groups = fit_step_size(config, size, plan)
     else:
         groups = plan(config)
     rank_group.send(MakeCache(groups, block_size, config.attention))
     try:
-        layout = KVLayout.of(spec, groups, block_size)
+        layout = KVLayout.of(own.spec, held_groups(own.spec, groups), block_size)
         attention = make_backend(config.attention, layout, dtype, device)
     finally:
         answers = rank_group.receive_all()
     _check(answers)
-    model = LeaderModel(own, rank_group, own.whole, [one.resident for one in loaded])
+    stages = rank_group.groups.num_stages
+    divide = partial(
+        divide_step, count=config.micro_batches, num_stages=stages, block_size=block_size, device=device.type
+    )
+    model = LeaderModel(own, rank_group, own.whole, [one.resident for one in loaded], divide)
     logger.info("ranks are loaded", ranks=rank_group.size, resident_mib=[size >> 20 for size in model.resident])
     return ParallelModel(model, LeaderAttention(attention, rank_group), config, groups, limit, device, rank_group)
 
@@ -403,12 +433,12 @@ def _load_shares(
     before = resident_bytes()
     try:
         model = load_share(
-            path, dtype, rank_group.group, quantize=config.quantize, max_positions=config.max_model_len,
+            path, dtype, rank_group.groups, quantize=config.quantize, max_positions=config.max_model_len,
             expert_parallel=config.expert_parallel, expert_counts=counts,
         )  # fmt: skip
     finally:
         answers = rank_group.receive_all()  # ranks answer in any case: the next message must not read an old answer
-    mine = Loaded(available_bytes(rank_group.group.device), resident_bytes() - before)
+    mine = Loaded(available_bytes(rank_group.groups.device), resident_bytes() - before)
     _check(answers)
     return model, [mine, *(answer for answer in answers if isinstance(answer, Loaded))]
 
@@ -421,7 +451,7 @@ def _measured(own: RankDecoder, config: EngineConfig, rank_group: RankGroupProce
     """
     with rank_group.collective():
         rank_group.send(Measure(config.schedule))
-        mine = measure(own, config.schedule, rank_group.group.device)
+        mine = measure(own, config.schedule, rank_group.groups.device)
     answers = rank_group.receive_all()
     try:
         _check(answers)
@@ -431,7 +461,7 @@ def _measured(own: RankDecoder, config: EngineConfig, rank_group: RankGroupProce
 
 
 def _left_by(uses: list[MemoryUse], cache: CacheConfig) -> CacheConfig:
-    """Return the cache's settings for one rank on a GPU: all use the free memory of the rank with the least.
+    """Return the cache's settings for one rank of a stage on GPUs: all use the free memory of the rank with the least.
 
     Raises:
         OutOfMemory: it has none.
@@ -439,12 +469,14 @@ def _left_by(uses: list[MemoryUse], cache: CacheConfig) -> CacheConfig:
     return replace(cache, memory_bytes=min(cache_budget(use, cache.gpu_memory_utilization) for use in uses))
 
 
-def _of_each(cache: CacheConfig, available: list[int], rank_group: RankGroupProcesses) -> CacheConfig:
-    """Return the cache's settings for one rank. Configured bytes are the total of all ranks; else, on a CPU, they share
-    the free memory of the rank with the least."""
-    if cache.memory_bytes is not None:
-        return replace(cache, memory_bytes=cache.memory_bytes // rank_group.size)
-    return replace(cache, memory_bytes=int(min(available) * cache.memory_fraction) // rank_group.size)
+def _of_each(
+    cache: CacheConfig, available: list[int], specs: Sequence[ModelSpec], rank_group: RankGroupProcesses
+) -> list[CacheConfig]:
+    """Return the cache's settings for one rank of each stage. Configured bytes are the total of all ranks; else, on a
+    CPU, they share the free memory of the rank with the least. Stages share it by what they store of a token."""
+    total = int(min(available) * cache.memory_fraction) if cache.memory_bytes is None else cache.memory_bytes
+    elements = rank_group.groups.stage.size * sum(spec.kv_elements for spec in specs)
+    return [replace(cache, memory_bytes=total * spec.kv_elements // elements) for spec in specs]
 
 
 def _check(answers: list[Answer]) -> None:

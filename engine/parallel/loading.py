@@ -16,7 +16,7 @@ from engine.models.decoder_builder import TorchBuilder, build_decoder
 from engine.models.load import open_model
 from engine.parallel.decoder import RankBuilder, RankDecoder
 from engine.parallel.expert_placement import balanced_placement, check_expert_counts
-from engine.parallel.process_group import RankGroup
+from engine.parallel.process_group import RankGroups
 from engine.parallel.sharding import Share
 from engine.parallel.weight_slicing import ShareOfWeights
 
@@ -24,7 +24,7 @@ from engine.parallel.weight_slicing import ShareOfWeights
 def load_share(
     path: Path,
     dtype: torch.dtype,
-    group: RankGroup,
+    groups: RankGroups,
     *,
     quantize: Quantize,
     max_positions: int | None,
@@ -44,19 +44,22 @@ def load_share(
     if opened.decoder is None:
         raise UnsupportedModel(
             f"{path}: {opened.config.model_type} models are computed by transformers' code, which can't be shared by "
-            "several devices; leave --tensor-parallel out"
+            "several devices; leave --tensor-parallel and --pipeline-parallel out"
         )
     if expert_parallel and opened.decoder.experts is None:
         raise UnsupportedModel(
             f"{path}: expert_parallel is set, but {opened.config.model_type} models have no experts; "
             "leave --expert-parallel out"
         )
-    share = Share(opened.decoder, group.rank, group.size, expert_parallel)
+    share = Share(
+        opened.decoder, groups.stage.rank, groups.stage.size, expert_parallel,
+        stage=groups.stage_index, num_stages=groups.num_stages,
+    )  # fmt: skip
     if expert_counts is not None and opened.decoder.experts is not None:
         check_expert_counts(expert_counts, opened.decoder.num_layers, opened.decoder.experts.num_experts)
-        placement = tuple(balanced_placement(counts.tolist(), group.size) for counts in expert_counts)
+        placement = tuple(balanced_placement(counts.tolist(), share.size) for counts in expert_counts)
         share = replace(share, placement=placement)
-    builder = RankBuilder(share, group, TorchBuilder(quantize))
+    builder = RankBuilder(share, groups, TorchBuilder(quantize))
     apart = replace(opened.decoder, fused_qkv=False, fused_gate_up=False)
     stacked = {"qkv_proj": apart.qkv_rows, "gate_up_proj": apart.gate_up_rows(apart.intermediate_size)}
     try:
@@ -64,12 +67,12 @@ def load_share(
             share.local,
             ShareOfWeights(UnstackedWeights(opened.weights, stacked), share),
             dtype=dtype,
-            device=group.device,
+            device=groups.device,
             positions=max_positions,
             builder=builder,
         )
     except (MemoryError, torch.OutOfMemoryError) as error:
-        raise OutOfMemory(f"a share of {path} does not fit the memory of {group.device}: {error}") from error
+        raise OutOfMemory(f"a share of {path} does not fit the memory of {groups.device}: {error}") from error
     assert isinstance(model, RankDecoder)
     return model
 

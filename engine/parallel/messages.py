@@ -23,11 +23,13 @@ class JoinGroup:
     """Join the process group. The first message.
 
     Attributes:
-        device: its kind.  meeting, timeout: of `RankGroup`.  threads: of each rank; None: torch's choice.
+        stages: of the pipeline.  device: its kind.  meeting, timeout: of `RankGroup`.  threads: of each rank; None:
+            torch's choice.
     """
 
     rank: int
     size: int
+    stages: int
     device: str
     meeting: Path
     timeout: float
@@ -109,17 +111,19 @@ class Forward:
     are broadcast then, from the leader's device: of a step ahead the host has no token ids yet.
 
     Attributes:
+        ends: int32 [M], ascending: the sequence before which each micro-batch ends, as of `divide_step`.
         graph: number of the shape whose graph is replayed (`Graphs.shapes`); None: the step is launched without.
     """
 
     batch: AttentionBatch
     lengths: bool
+    ends: NDArray[np.int32]
     graph: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Compute logits of hidden states [rows, hidden_size], which are broadcast then."""
+    """Compute logits of hidden states [rows, hidden_size], which are broadcast then. Only for the first stage."""
 
     rows: int
 

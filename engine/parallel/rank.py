@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from engine.attention import AttentionBackend, AttentionStep, KVLayout, make_backend
+from engine.attention import AttentionBackend, KVLayout, make_backend
 from engine.errors import EngineError
 from engine.logs import only_errors
 from engine.parallel.decoder import RankDecoder
@@ -38,7 +38,8 @@ from engine.parallel.messages import (
     RecordGraph,
     ZeroBlocks,
 )
-from engine.parallel.process_group import RankGroup
+from engine.parallel.pipeline import held_groups
+from engine.parallel.process_group import RankGroups
 from engine.runner.device_memory import make_memory_release, measure
 from engine.runner.graphs import Graphs, make_recorder
 from engine.runner.memory import available_bytes
@@ -47,8 +48,8 @@ from engine.runner.memory import available_bytes
 class RankWorker:
     """Executes the leader's commands. A new model replaces the one before."""
 
-    def __init__(self, group: RankGroup) -> None:
-        self._group = group
+    def __init__(self, groups: RankGroups) -> None:
+        self._groups = groups
         self._loaded: RankDecoder | None = None
         self._attention: AttentionBackend | None = None
         self._graphs: Graphs | None = None
@@ -59,7 +60,7 @@ class RankWorker:
             case LoadShare():
                 return self._load(message)
             case Measure():
-                return MeasuredMemory(measure(self._model, message.schedule, self._group.device))
+                return MeasuredMemory(measure(self._model, message.schedule, self._groups.device))
             case MakeCache():
                 return self._make_cache(message)
             case MakeGraphs():
@@ -68,7 +69,7 @@ class RankWorker:
                 return self._record_graph(message)
             case DropGraphs():
                 self._graphs = None
-                make_memory_release(self._group.device)()
+                make_memory_release(self._groups.device)()
             case ZeroBlocks():
                 self._cache.zero(message.group, message.blocks)
             case CopyBlocks():
@@ -77,8 +78,8 @@ class RankWorker:
                 self._forward(message)
             case Logits():
                 spec = self._model.spec
-                hidden = torch.empty(message.rows, spec.hidden_size, dtype=spec.dtype, device=self._group.device)
-                self._model.logits(self._group.broadcast(hidden))
+                hidden = torch.empty(message.rows, spec.hidden_size, dtype=spec.dtype, device=self._groups.device)
+                self._model.logits(self._groups.stage.broadcast(hidden))
             case JoinGroup():
                 raise AssertionError("a rank joins once")
         return None
@@ -98,25 +99,25 @@ class RankWorker:
         before = resident_bytes()
         try:
             self._loaded = load_share(
-                message.path, message.dtype, self._group, quantize=message.quantize,
+                message.path, message.dtype, self._groups, quantize=message.quantize,
                 max_positions=message.max_positions, expert_parallel=message.expert_parallel,
                 expert_counts=message.expert_counts,
             )  # fmt: skip
         except EngineError as error:
             return Failed(f"{type(error).__name__}: {error}")
-        return Loaded(available_bytes(self._group.device), resident_bytes() - before)
+        return Loaded(available_bytes(self._groups.device), resident_bytes() - before)
 
     def _make_cache(self, message: MakeCache) -> Answer:
         spec = self._model.spec
-        layout = KVLayout.of(spec, message.groups, message.block_size)
+        layout = KVLayout.of(spec, held_groups(spec, message.groups), message.block_size)
         try:
-            self._attention = make_backend(message.attention, layout, spec.dtype, self._group.device)
+            self._attention = make_backend(message.attention, layout, spec.dtype, self._groups.device)
         except (EngineError, MemoryError, torch.OutOfMemoryError) as error:
             return Failed(f"{type(error).__name__}: {error}")
         return Done()
 
     def _make_graphs(self, message: MakeGraphs) -> Answer:
-        device = self._group.device
+        device = self._groups.device
         try:
             recorder = make_recorder(device)
             self._graphs = Graphs(self._model, self._cache, message.buckets, message.table_width, recorder, device)
@@ -136,13 +137,13 @@ class RankWorker:
 
     def _forward(self, message: Forward) -> None:
         shape = 3 if message.lengths else 2, len(message.batch.slot_mapping[0])
-        inputs = self._group.broadcast(torch.empty(shape, dtype=torch.int64, device=self._group.device))
+        inputs = self._groups.whole.broadcast(torch.empty(shape, dtype=torch.int64, device=self._groups.device))
         if message.graph is not None:
             assert self._graphs is not None, "graphs are recorded before a step replays one"
             self._graphs.replay_chosen(message.graph, inputs[0], inputs[1], message.batch)
             return
-        step = AttentionStep(self._cache, self._cache.prepare(message.batch), batch=message.batch)
-        self._model.forward(inputs[0], inputs[1], step, inputs[2] if message.lengths else None)
+        lengths = inputs[2] if message.lengths else None
+        self._model.forward_step(inputs[0], inputs[1], lengths, message.batch, message.ends, self._cache)
 
 
 def serve(connection: Connection) -> None:
@@ -170,11 +171,11 @@ def serve(connection: Connection) -> None:
             _answer(connection, answer)
 
 
-def _join(message: JoinGroup) -> RankGroup:
+def _join(message: JoinGroup) -> RankGroups:
     if message.threads is not None:
         torch.set_num_threads(message.threads)
     device = rank_device(message.device, message.rank)
-    return RankGroup(message.rank, message.size, device, message.meeting, message.timeout)
+    return RankGroups.join(message.rank, message.size, message.stages, device, message.meeting, message.timeout)
 
 
 def _answer(connection: Connection, answer: Answer) -> bool:

@@ -30,7 +30,7 @@ from engine.logs import get_logger
 from engine.parallel.encoding import encode
 from engine.parallel.loading import rank_device
 from engine.parallel.messages import Answer, Failed, JoinGroup, Message
-from engine.parallel.process_group import RankGroup
+from engine.parallel.process_group import RankGroups
 
 RANK_MODULE = "engine.parallel.rank"
 """The program of the other ranks' processes."""
@@ -40,6 +40,9 @@ LOOK_SECONDS: Final = 0.2
 
 BLAME_SECONDS: Final = 2.0
 """Seconds after a lost connection for a rank to be found dead, or to report its error."""
+
+REPORT_SECONDS: Final = 0.2
+"""Seconds after a rank's report for another one to be found dead."""
 
 END_SECONDS: Final = 5.0
 """Seconds for a rank to end by itself."""
@@ -96,15 +99,19 @@ class RankGroupProcesses:
     gone.
 
     Args:
-        size: number of ranks.  device: the kind; each rank uses the GPU with its number.
+        size: number of ranks, those of all stages together.
+        device: the kind; each rank uses the GPU with its number.
         threads: total of all ranks, on a CPU; None: the processor's cores.
         timeout: seconds that a rank waits for the others in a collective computation.
+        stages: of the pipeline.
 
     Raises:
         EngineError: there are too few GPUs, or a rank can't be started.
     """
 
-    def __init__(self, size: int, device: torch.device, threads: int | None = None, timeout: float = 120.0) -> None:
+    def __init__(
+        self, size: int, device: torch.device, threads: int | None = None, timeout: float = 120.0, stages: int = 1
+    ) -> None:
         if device.type == "cuda" and size > torch.cuda.device_count():
             raise EngineError(f"{size} GPUs are requested, but {torch.cuda.device_count()} are to be seen here")
         self.size = size
@@ -120,11 +127,12 @@ class RankGroupProcesses:
             for rank in self._ranks:
                 self.receive(rank)
             for rank in self._ranks:
-                joining = JoinGroup(rank.number, size, device.type, folder / "meeting", timeout, threads)
+                joining = JoinGroup(rank.number, size, stages, device.type, folder / "meeting", timeout, threads)
                 rank.line.send_bytes(encode(joining))
             if threads is not None:
                 torch.set_num_threads(threads)
-            self.group = RankGroup(0, size, rank_device(device.type, 0), folder / "meeting", timeout)
+            own = rank_device(device.type, 0)
+            self.groups = RankGroups.join(0, size, stages, own, folder / "meeting", timeout)
             for rank in self._ranks:
                 self.receive(rank)
         except BaseException:
@@ -132,20 +140,21 @@ class RankGroupProcesses:
             raise
         if device.type == "cuda":
             for rank in self._ranks:
-                threading.Thread(target=_watch, args=(rank.process, self.group, self._dead), daemon=True).start()
+                threading.Thread(target=_watch, args=(rank.process, self.groups, self._dead), daemon=True).start()
 
     @property
     def pids(self) -> list[int]:
         """Of the other ranks' processes."""
         return [rank.process.pid for rank in self._ranks]
 
-    def send(self, message: Message) -> None:
-        """Send a command to all other ranks. Raises `EngineLost` when one has ended, or reads no commands."""
+    def send(self, message: Message, *, to_own_stage: bool = False) -> None:
+        """Send a command to all other ranks, or to those of the leader's stage. Raises `EngineLost` when one has ended,
+        or reads no commands."""
         if self._lost is not None:
             raise EngineLost(self._lost)
         command = encode(message)
         try:
-            for rank in self._ranks:
+            for rank in self._ranks[: self.groups.stage.size - 1] if to_own_stage else self._ranks:
                 rank.line.send_bytes(command)
         except BlockingIOError as error:
             raise self._lose(TimeoutError(f"a rank has read no command for {self._timeout:g} seconds")) from error
@@ -206,16 +215,20 @@ class RankGroupProcesses:
         return EngineLost(self._lost)
 
     def _blame(self, error: Exception) -> str:
-        """Find the failed rank: one that reports an error, else one that is dead, else unknown."""
+        """Find the failed rank: one that ended without a report, else the first one that reports an error, else
+        unknown. What ranks report may be only that another one has closed its connections, which the system does before
+        it reports that one's end."""
         until = time.monotonic() + BLAME_SECONDS
-        while True:
+        reports: dict[int, str] = {}
+        while time.monotonic() < until:
             for rank in self._ranks:
-                said = _last_word(rank)
-                if said is not None or rank.death is not None:
-                    return f"rank {rank.number}: {said}" if said is not None else str(rank.death)
-            if time.monotonic() > until:
-                return f"{type(error).__name__}: {error}"
+                if rank.number not in reports and (said := _last_word(rank)) is not None:
+                    reports[rank.number] = f"rank {rank.number}: {said}"
+                    until = min(until, time.monotonic() + REPORT_SECONDS)
+                elif rank.number not in reports and rank.death is not None:
+                    return rank.death
             time.sleep(0.05)
+        return next(iter(reports.values()), f"{type(error).__name__}: {error}")
 
 
 def _last_word(rank: Rank) -> str | None:
@@ -234,8 +247,8 @@ def _end_all(ranks: list[Rank], folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _watch(process: subprocess.Popen[bytes], group: RankGroup, dead: threading.Event) -> None:
+def _watch(process: subprocess.Popen[bytes], groups: RankGroups, dead: threading.Event) -> None:
     """Abort kernels that wait for a dead rank, which would wait for ever; their output is undefined."""
     process.wait()
     dead.set()
-    group.abort()
+    groups.abort()

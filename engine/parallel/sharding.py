@@ -1,8 +1,9 @@
-"""Sharding of a model over ranks, as in Megatron-LM (Shoeybi et al. 2019, section 3).
+"""Sharding of a stage's layers over its ranks, as in Megatron-LM (Shoeybi et al. 2019, section 3).
 
 Rank r has its heads' rows of q, k and v and the columns of the output product that read them, and a part of the MLP's
 inner dimension likewise (of each expert's, in a mixture), so that a layer needs two sums over the ranks and nothing
-else. Embedding and head are sharded by tokens. The loader receives a shard as a smaller `DecoderSpec`.
+else. Embedding and head are sharded by tokens. The loader receives a shard as a smaller `DecoderSpec`. Where there are
+several stages, each has some of the layers (`engine.parallel.pipeline`).
 
 With expert parallelism (Lepikhin et al. 2021, GShard, section 3.2) rank r has whole experts of a mixture instead. All
 ranks have all tokens of a step, compute those of their own experts, and the same sum completes the mixture: tokens are
@@ -17,12 +18,14 @@ from dataclasses import dataclass, replace
 from engine.errors import UnsupportedModel
 from engine.models.decoder import DecoderSpec
 from engine.models.experts import ExpertSpec
+from engine.parallel.pipeline import divide_layers
 
 _LAYER = re.compile(
     r"layers\.(\d+)\."
     r"(self_attn|(?:mlp|feed_forward|block_sparse_moe)(?:\.shared_(?:experts?|mlp))?|(?:\w+\.)?experts\.\d+)"
     r"\.(\w+)\.(weight|bias)$"
 )
+_OF_LAYER = re.compile(r"layers\.(\d+)\.")
 _EXPERT = re.compile(r"layers\.(\d+)\.(?:\w+\.)?experts\.(\d+)\.")
 _GATED, _DOWN = ("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2")
 _SINKS = re.compile(r"layers\.\d+\.self_attn\.sinks$")
@@ -40,11 +43,13 @@ class TensorShard:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The shard of a decoder of one of `size` ranks.
+    """The shard of a decoder of one of a stage's `size` ranks.
 
     Attributes:
+        rank: in its stage.
         expert_parallel: each rank has whole experts, of a decoder that has some.
         placement: per layer, each expert's rank; None: neighbours are on one rank.
+        stage, num_stages: which stage of the pipeline it is.
 
     Raises:
         UnsupportedModel: at creation, if the model can't be sharded so.
@@ -55,13 +60,17 @@ class Share:
     size: int
     expert_parallel: bool = False
     placement: tuple[tuple[int, ...], ...] | None = None
+    stage: int = 0
+    num_stages: int = 1
 
     def __post_init__(self) -> None:
         if self.spec.state_layers is not None:
             raise UnsupportedModel(
-                "layers with states can't be shared by several devices yet; leave --tensor-parallel and "
-                "--expert-parallel out"
+                "layers with states can't be shared by several devices yet; leave --tensor-parallel, "
+                "--pipeline-parallel and --expert-parallel out"
             )
+        if self.num_stages > 1:
+            self._check_stages()
 
         def uneven(size: int) -> str | None:
             return _uneven(self.spec, size, expert_parallel=self.expert_parallel)
@@ -71,6 +80,24 @@ class Share:
             raise UnsupportedModel(
                 f"{what} can't be shared evenly by {self.size} devices; give a --tensor-parallel that this model's "
                 f"sizes allow: {', '.join(map(str, sizes))}"
+            )
+
+    def _check_stages(self) -> None:
+        spec, stages = self.spec, self.num_stages
+        if spec.num_layers < stages:
+            raise UnsupportedModel(
+                f"{spec.num_layers} layers can't be divided into {stages} stages; give a --pipeline-parallel of "
+                f"{spec.num_layers} or less"
+            )
+        if spec.layer_inputs is not None or any(shape.reads is not None for shape in spec.layer_shapes):
+            raise UnsupportedModel(
+                "layers with inputs of their own, or that read the keys and values of others, can't be divided into "
+                "stages yet; leave --pipeline-parallel out"
+            )
+        if any(spec.without_mixer.issuperset(layers) for layers in divide_layers(spec.num_layers, stages)):
+            raise UnsupportedModel(
+                f"of {stages} stages one would have no layer that attends, which is not supported; give a smaller "
+                "--pipeline-parallel"
             )
 
     @property
@@ -95,7 +122,12 @@ class Share:
             vocab_size=tokens.end - tokens.first,
             fused_qkv=False,
             fused_gate_up=False,
+            held=self._layers,
         )
+
+    @property
+    def _layers(self) -> range:
+        return divide_layers(self.spec.num_layers, self.num_stages)[self.stage]
 
     @property
     def vocabulary_width(self) -> int:
@@ -109,6 +141,8 @@ class Share:
 
     def cut(self, name: str) -> TensorShard | None:
         """Return the shard of the tensor `name` (transformers' name); None: all of it."""
+        if self.size == 1:
+            return None
         if _VOCABULARY.search(name):
             return self.vocabulary
         if _SINKS.search(name):
@@ -127,7 +161,11 @@ class Share:
         return None
 
     def has(self, name: str) -> bool:
-        """Whether the rank has the tensor `name` or a part of it; not so for other ranks' experts."""
+        """Whether the rank has the tensor `name` or a part of it; not so for other stages' layers and other ranks'
+        experts."""
+        layer = _OF_LAYER.search(name)
+        if layer is not None and self.num_stages > 1 and int(layer[1]) not in self._layers:
+            return False
         match = _EXPERT.search(name) if self.expert_parallel else None
         return match is None or int(match[2]) in self._experts_of(int(match[1]))
 

@@ -138,6 +138,7 @@ def engine_arguments(
         "max_num_seqs": schedule.rows + min(schedule.rows, LANE_ROWS),
         "max_num_batched_tokens": None if pools else schedule.tokens,
         "tensor_parallel_size": config.tensor_parallel,
+        "pipeline_parallel_size": config.pipeline_parallel,
         "gpu_memory_utilization": cache.gpu_memory_utilization,
         "kv_cache_memory_bytes": cache.memory_bytes,
         "enforce_eager": config.cuda_graphs is False,
@@ -178,6 +179,7 @@ def _refused(config: EngineConfig) -> tuple[tuple[bool, str, str], ...]:
         (config.cache.host_bytes is not None, "--kv-offloading-size", "give --engine-option kv_offloading_size=…"),
         (config.cache.tier_folder is not None, "--kv-cache-dir", "give --engine-option kv_transfer_config={…}"),
         (config.cache.exchange_bytes is not None, "--role", "give --engine-option kv_transfer_config={…}"),
+        (config.micro_batches is not None, "--micro-batches", "its stages compute different steps at the same time"),
         (config.expert_counts is not None, "expert_counts", "give --engine-option enable_eplb=…"),
         (
             config.expert_parallel and config.tensor_parallel == 1,

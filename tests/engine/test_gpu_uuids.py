@@ -36,6 +36,7 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         (EngineConfig(), ("two",)),
         (EngineConfig(device="cuda"), ("two",)),
         (EngineConfig(device="cuda", tensor_parallel=2), ("five", "two")),
+        (EngineConfig(device="cuda", pipeline_parallel=3), ("five", "two", "seven")),
         (EngineConfig(device="cpu"), ()),
         (EngineConfig(device="cpu", tensor_parallel=2), ()),
     ],

@@ -30,7 +30,9 @@ from tokenmill.config.cli_options import (
     MaxNumBatchedTokens,
     MaxNumSeqs,
     MetricsPort,
+    MicroBatches,
     Models,
+    PipelineParallel,
     PricePerHour,
     QuantizeOption,
     ReasoningParser,
@@ -90,6 +92,8 @@ def serve(
     device: DeviceOption = "auto",
     threads: Threads = None,
     tensor_parallel: TensorParallel = 1,
+    pipeline_parallel: PipelineParallel = 1,
+    micro_batches: MicroBatches = None,
     expert_parallel: ExpertParallel = False,
     chat_template: ChatTemplate = None,
     reasoning_parser: ReasoningParser = None,
@@ -142,6 +146,7 @@ def serve(
         kv_offloading_size=kv_offloading_size, kv_cache_dir=kv_cache_dir, kv_cache_dir_size=kv_cache_dir_size,
         quantize=quantize,
         kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel, micro_batches=micro_batches,
         expert_parallel=expert_parallel, engine=engine,
         engine_option=engine_option, generation_config=generation_config,
     )  # fmt: skip
@@ -189,6 +194,8 @@ def worker(
     device: DeviceOption = "auto",
     threads: Threads = None,
     tensor_parallel: TensorParallel = 1,
+    pipeline_parallel: PipelineParallel = 1,
+    micro_batches: MicroBatches = None,
     expert_parallel: ExpertParallel = False,
     replicas: Replicas = 1,
     chat_template: ChatTemplate = None,
@@ -231,6 +238,7 @@ def worker(
         kv_offloading_size=kv_offloading_size, kv_cache_dir=kv_cache_dir, kv_cache_dir_size=kv_cache_dir_size,
         quantize=quantize,
         kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel, micro_batches=micro_batches,
         expert_parallel=expert_parallel, replicas=replicas, engine=engine,
         engine_option=engine_option, generation_config=generation_config, role=role,
     )  # fmt: skip
@@ -246,7 +254,7 @@ def worker(
         run_candidate(root_url, settings, loads[0], switch_after, policies, metrics_port, log_format, price)
         return
     if replicas > 1:
-        variables = environments(replicas, tensor_parallel, on_gpus=options.on_gpus)
+        variables = environments(replicas, options.num_ranks, on_gpus=options.on_gpus)
         run_replicas(
             variables, root_url, settings, loads, switch_after, policies, metrics_port, log_format, price, role
         )

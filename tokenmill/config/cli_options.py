@@ -202,6 +202,23 @@ TensorParallel = Annotated[
         "a CPU N processes, which is slower than one.",
     ),
 ]
+PipelineParallel = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Stages that a model is divided into, of --tensor-parallel GPUs each: a stage computes some layers, and "
+        "sends its results to the next one. On a CPU N processes, which is slower than one.",
+    ),
+]
+MicroBatches = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="With --pipeline-parallel: parts of a step that stages compute at the same time. Default: as many as pay.",
+    ),
+]
 ExpertParallel = Annotated[
     bool,
     typer.Option(
@@ -215,7 +232,7 @@ Replicas = Annotated[
         min=1,
         metavar="N",
         help="Engines that divide the work, each a process with a whole model, on GPUs of its own (as many as "
-        "--tensor-parallel says) or with its share of the processor's threads.",
+        "--tensor-parallel times --pipeline-parallel) or with its share of the processor's threads.",
     ),
 ]
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute. auto: on a CUDA device where there is one.")]

@@ -55,7 +55,9 @@ class EngineOptions:
     speculate: str = "off"  # or ngram, auto, draft:PATH, eagle3:PATH
     gpu: GpuOptions = field(default_factory=GpuOptions)
     slo: SloConfig | None = None
-    tensor_parallel: int = 1  # devices that share the model
+    tensor_parallel: int = 1  # devices that share each layer
+    pipeline_parallel: int = 1  # stages of so many devices
+    micro_batches: int | None = None  # as in EngineConfig
     expert_parallel: bool = False  # whether each of them holds whole experts
     rank_timeout_seconds: float = EngineConfig().rank_timeout_seconds
     replicas: int = 1  # engines, each with a share of the processor's threads, and of its memory
@@ -75,6 +77,8 @@ class EngineOptions:
             device=self.device,
             threads=self.threads if sharing == 1 else max(1, (self.threads or torch.get_num_threads()) // sharing),
             tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+            micro_batches=self.micro_batches,
             expert_parallel=self.expert_parallel,
             rank_timeout_seconds=self.rank_timeout_seconds,
             instruction_set=self.instruction_set,
@@ -100,6 +104,11 @@ class EngineOptions:
             schedule=ScheduleConfig(self.max_num_seqs, self.max_num_batched_tokens, slo=self.slo, needed_seqs=rows),
             speculation=self._speculation(),
         )
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices that share the model."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def on_gpus(self) -> bool:
@@ -139,6 +148,8 @@ def engine_options(
     kv_dtype: KVDType = "auto",
     speculate: str | None = None,
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    micro_batches: int | None = None,
     expert_parallel: bool = False,
     replicas: int = 1,
     engine: Engine | None = None,
@@ -180,6 +191,8 @@ def engine_options(
         speculate=speculate,
         gpu=settings.gpu,
         tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        micro_batches=micro_batches,
         expert_parallel=expert_parallel,
         replicas=replicas,
         rank_timeout_seconds=settings.rank_timeout_seconds,

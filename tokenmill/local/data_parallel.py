@@ -43,7 +43,7 @@ def divide(
         "metrics": given.heartbeats.metrics,
         "workers": given.heartbeats.workers, "since": given.heartbeats.since,
     }  # fmt: skip
-    own = environments(count, plan.engine.tensor_parallel, on_gpus=plan.engine.on_gpus)
+    own = environments(count, plan.engine.num_ranks, on_gpus=plan.engine.on_gpus)
     # All start when all are loaded, or the first would take most of a small job.
     with Replicas(tasks, own, methods, tracker.computing, keep=(given.output.lock.descriptor,)) as replicas:
         replicas.wait(stop)

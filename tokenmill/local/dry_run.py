@@ -66,9 +66,9 @@ def sized(config: EngineConfig, spec: ModelSpec, path: Path) -> EngineConfig:
     device = resolve_device(config.device)
     if device.type != "cuda":
         return config
-    weights = int(spec.num_parameters * bytes_per_parameter(path, spec, config.quantize)) // config.tensor_parallel
+    weights = int(spec.num_parameters * bytes_per_parameter(path, spec, config.quantize)) // config.num_ranks
     free = available_bytes(device) - weights
-    return with_step_size(config, choose_for_device(config, spec, device, free, ranks=config.tensor_parallel))
+    return with_step_size(config, choose_for_device(config, spec, device, free, ranks=config.num_ranks))
 
 
 def bytes_per_parameter(path: Path, spec: ModelSpec, quantize: Quantize) -> float:

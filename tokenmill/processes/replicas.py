@@ -207,7 +207,7 @@ def environments(replicas: int, devices_each: int, *, on_gpus: bool) -> list[dic
     if len(visible) < replicas * devices_each:
         raise UserError(
             f"{replicas} replicas on {devices_each} GPUs each need {replicas * devices_each}, but {len(visible)} are "
-            "visible; lower --replicas or --tensor-parallel"
+            "visible; lower --replicas, --tensor-parallel or --pipeline-parallel"
         )
     slices = [visible[n * devices_each : (n + 1) * devices_each] for n in range(replicas)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(own)} for own in slices]

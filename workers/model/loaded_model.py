@@ -416,6 +416,7 @@ def engine_facts(engine: Engine | EncoderEngine) -> dict[str, Fact]:
         "device": config.device,
         "threads": config.threads,
         "tensor_parallel": config.tensor_parallel,
+        "pipeline_parallel": config.pipeline_parallel,
         "expert_parallel": config.expert_parallel,
         "attention": engine.attention_name,
         "block_size": config.cache.block_tokens,

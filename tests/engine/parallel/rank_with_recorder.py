@@ -118,6 +118,12 @@ class HostGroup(RankGroup):
     def gather(self, part: Tensor) -> Tensor:
         return DeviceTensor(super().gather(host_tensor(part.contiguous())))
 
+    def send(self, tensor: Tensor, to: int) -> Any:
+        return super().send(host_tensor(tensor), to)
+
+    def receive(self, into: Tensor, sender: int) -> Any:
+        return super().receive(host_tensor(into), sender)
+
     def abort(self) -> None:
         """gloo detects a dead rank itself."""
 
@@ -139,8 +145,8 @@ def fake_device(refused: int = 0) -> Iterator[FakeCuda]:
     """Within this context the process has a fake CUDA device, and its rank group too. `refused`: the number of a graph
     that it can't record as a rank; 0: it records all."""
     with fake_cuda() as device, ExitStack() as patches:
+        patches.enter_context(mock.patch("engine.parallel.process_group.RankGroup", HostGroup))
         for module in ("rank", "rank_group"):
-            patches.enter_context(mock.patch(f"engine.parallel.{module}.RankGroup", HostGroup))
             patches.enter_context(mock.patch(f"engine.parallel.{module}.rank_device", return_value=FAKE_DEVICE))
         recorder = RefusingRecorder(graphs.make_recorder(FAKE_DEVICE), refused)  # the fake one
         patches.enter_context(mock.patch("engine.parallel.rank.make_recorder", return_value=recorder))

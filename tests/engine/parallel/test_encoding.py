@@ -33,14 +33,19 @@ def one_token() -> AttentionBatch:
     return AttentionBatch(ints(0), ints(1), 1, (np.zeros((1, 1), np.int32),), (np.zeros(1, np.int64),))
 
 
+def forward(*ends: int, lengths: bool = False, graph: int | None = None, **changes: Any) -> Forward:
+    return Forward(batch(**changes), lengths, ints(*(ends or (3,))), graph)
+
+
 STEPS: dict[str, Message] = {
-    "a mixed step": Forward(batch(), lengths=False),
-    "with rotary lengths": Forward(batch(), lengths=True),
-    "by a graph": Forward(batch(), lengths=False, graph=0),
-    "some tokens are wanted": Forward(batch(wanted=ints(0, 4)), lengths=False),
-    "none is wanted": Forward(batch(wanted=ints()), lengths=False),
-    "tables that are views": Forward(batch(block_tables=(np.zeros((3, 8), np.int32)[:, 2:6],) * 2), lengths=False),
-    "one token": Forward(one_token(), lengths=False),
+    "a mixed step": forward(),
+    "with rotary lengths": forward(lengths=True),
+    "by a graph": forward(graph=0),
+    "some tokens are wanted": forward(wanted=ints(0, 4)),
+    "none is wanted": forward(wanted=ints()),
+    "tables that are views": forward(block_tables=(np.zeros((3, 8), np.int32)[:, 2:6],) * 2),
+    "two micro-batches": forward(2, 3),
+    "one token": Forward(one_token(), lengths=False, ends=ints(1)),
     "logits": Logits(9),
     "zeros": ZeroBlocks(1, [3, 2**31]),
     "copies": CopyBlocks(1, [BlockCopy(1, 4, 5, 16), BlockCopy(1, 6, 7, 3)]),
@@ -77,14 +82,14 @@ def test_a_step_arrives_as_it_was_sent_without_pickle(name: str, without_pickle:
 
 def test_arrays_that_arrive_can_be_written_to() -> None:
     """Torch makes tensors of others, and warns that they may change."""
-    got = decode(encode(Forward(batch(wanted=ints(4)), lengths=False)))
+    got = decode(encode(forward(wanted=ints(4))))
     assert isinstance(got, Forward)
     arrays = got.batch.starts, got.batch.wanted, *got.batch.slot_mapping, *got.batch.block_tables
     assert all(array is not None and array.flags.writeable for array in arrays)
 
 
 def test_commands_that_set_up_a_rank_arrive() -> None:
-    message = JoinGroup(1, 2, "cpu", Path("meeting"), 3.5, None)
+    message = JoinGroup(1, 2, 2, "cpu", Path("meeting"), 3.5, None)
     assert decode(encode(message)) == message
 
 
@@ -106,17 +111,25 @@ def test_a_step_that_is_too_short_or_too_long_is_refused(name: str, without_pick
     ("at", "number"),
     [
         (1, 2), (2, -2), (3, 2), (3, -1), (4, 0), (4, 6), (4, -1), (4, 2**62), (5, 4), (5, -1), (6, 0), (6, 3), (7, 5),
-        (8, 0), (8, -2),
+        (8, 0), (8, -2), (9, 0), (9, 2), (9, -1),
     ],
 )  # fmt: skip
 def test_a_step_whose_sizes_contradict_each_other_is_refused(at: int, number: int, without_pickle: None) -> None:
-    """Kind, lengths, graph, sequences, tokens, decodes, groups, width, wanted."""
-    damaged = np.frombuffer(encode(Forward(batch(wanted=ints(4)), lengths=False))[: 9 * 8], dtype=np.int64).copy()
-    assert damaged.tolist() == [1, 0, -1, 3, 5, 2, 2, 4, 1]
+    """Kind, lengths, graph, sequences, tokens, decodes, groups, width, wanted, micro-batches."""
+    sent = encode(forward(wanted=ints(4)))
+    damaged, rest = np.frombuffer(sent[: 10 * 8], dtype=np.int64).copy(), sent[10 * 8 :]
+    assert damaged.tolist() == [1, 0, -1, 3, 5, 2, 2, 4, 1, 1]
     damaged[at] = number
-    rest = encode(Forward(batch(wanted=ints(4)), lengths=False))[9 * 8 :]
     with pytest.raises(EngineError, match="a command of the leader is damaged"):
         decode(damaged.tobytes() + rest)
+
+
+@pytest.mark.parametrize("ends", [(2,), (4,), (0, 3), (-1, 3), (2, 2, 3), (3, 2)])
+def test_micro_batches_that_do_not_divide_the_sequences_are_refused(
+    ends: tuple[int, ...], without_pickle: None
+) -> None:
+    with pytest.raises(EngineError, match="micro-batches of 3 sequences end at"):
+        decode(encode(forward(*ends)))
 
 
 @pytest.mark.parametrize("data", [b"", b"\x01", np.array([5]).tobytes(), np.array([-1]).tobytes(), pickle.dumps([1])])

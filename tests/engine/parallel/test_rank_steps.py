@@ -148,7 +148,7 @@ def test_where_a_rank_can_not_capture_no_rank_has_graphs(
     rank_group = ranks()
     sent: list[Any] = []
     send = rank_group.send
-    monkeypatch.setattr(rank_group, "send", lambda message: (sent.append(message), send(message)))
+    monkeypatch.setattr(rank_group, "send", lambda message, **to: (sent.append(message), send(message, **to)))
     try:
         with recorder_of(events, "" if who == "rank 1" else "after 3"):
             said = "rank 1: EngineError: " if who == "rank 1" else ""

@@ -17,6 +17,7 @@ from engine.errors import EngineLost, OutOfMemory
 from engine.models.base import KVShape, ModelSpec
 from engine.parallel import leader
 from engine.parallel.messages import Done, Failed, Loaded
+from engine.parallel.pipeline import stage_specs
 from engine.runner.device_memory import MemoryUse, choose_for_device
 from engine.runner.memory import sequence_bytes
 from engine.runner.step_size import StepSize, choose_step_size, fit_step_size, with_step_size
@@ -250,21 +251,22 @@ class TestOnADevice:
             with pytest.raises(OutOfMemory, match=r"16384 tokens and 9 rows does not fit .* lower max_num_b"):
                 self.load(tiny_model("llama"), ScheduleConfig(9, 16384))
 
+    @pytest.mark.parametrize("stages", [1, 2])
     def test_the_leader_chooses_for_all_ranks_by_the_one_with_the_least_memory(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, stages: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """What they measure is the size that the leader then has; it is halved until the cache gets something."""
         measured: list[tuple[int, int]] = []
-        group = SimpleNamespace(
-            group=SimpleNamespace(device=DEVICE), size=2, send=lambda message: None, receive_all=lambda: [Done()]
-        )
+        groups = SimpleNamespace(device=DEVICE, num_stages=stages, stage=SimpleNamespace(size=2 // stages))
+        group = SimpleNamespace(groups=groups, size=2, send=lambda message: None, receive_all=lambda: [Done()])
 
         def measure(own: object, config: EngineConfig, ranks: object) -> list[MemoryUse]:
             measured.append((config.schedule.rows, config.schedule.tokens))
             peak = (64 if config.schedule.tokens > 2048 else 20) * GIB
             return [MemoryUse(80 * GIB, 0, 20 * GIB), MemoryUse(80 * GIB, 10 * GIB, peak)]
 
-        share = SimpleNamespace(spec=LLAMA_8B, whole=LLAMA_8B)
+        specs = stage_specs(LLAMA_8B, stages)
+        share = SimpleNamespace(spec=specs[0], whole=LLAMA_8B, stage_specs=specs)
         loaded = [Loaded(60 * GIB, 0), Loaded(24 * GIB, 0)]
         monkeypatch.setattr(leader, "_load_shares", lambda *arguments: (share, loaded))
         monkeypatch.setattr(leader, "_measured", measure)
@@ -278,7 +280,7 @@ class TestOnADevice:
         """It has ended, so half of the step can't be tried."""
         failed = Failed("OutOfMemory: a step of 8192 tokens does not fit; lower max_num_batched_tokens")
         group = SimpleNamespace(
-            group=SimpleNamespace(device=DEVICE), send=lambda message: None, receive_all=lambda: [failed],
+            groups=SimpleNamespace(device=DEVICE), send=lambda message: None, receive_all=lambda: [failed],
             collective=nullcontext,
         )  # fmt: skip
         monkeypatch.setattr(leader, "measure", lambda *arguments: MemoryUse(1, 1, 1))

@@ -241,6 +241,13 @@ def test_experts_are_distributed_by_either_engine() -> None:
     assert "enable_expert_parallel" not in engine_arguments("model", EngineConfig(), {}, pools=False, on_cpu=True)
 
 
+def test_layers_are_divided_into_stages_by_either_engine() -> None:
+    options = engine_options(load_settings(), device="cpu", tensor_parallel=2, pipeline_parallel=3, micro_batches=4)
+    assert options.num_ranks == options.config().num_ranks == 6
+    assert options.config().micro_batches == 4
+    assert engine_arguments("model", options.config(), {}, pools=False, on_cpu=True)["pipeline_parallel_size"] == 3
+
+
 def test_host_memory_for_blocks_is_set_by_an_option() -> None:
     assert engine_options(load_settings(), device="cpu").config().cache.host_bytes is None
     assert engine_options(load_settings(), device="cpu", kv_offloading_size=5000).config().cache.host_bytes == 5000

@@ -76,12 +76,13 @@ def test_two_replicas_divide_a_job_and_write_the_table_of_one(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("option", [("--tensor-parallel", "2"), ("--pipeline-parallel", "2", "--micro-batches", "2")])
 def test_a_model_shared_by_two_processes_writes_the_same_table(
-    lines: Path, folder: Path, model_folder: Path, tokenmill: Tokenmill, results: Any
+    option: tuple[str, ...], lines: Path, folder: Path, model_folder: Path, tokenmill: Tokenmill, results: Any
 ) -> None:
     engine = ("--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", "2")
     assert tokenmill("run", lines, "--output", "one", *engine).code == 0
-    ended = tokenmill("run", lines, "--output", "two", *engine, "--tensor-parallel", "2")
+    ended = tokenmill("run", lines, "--output", "two", *engine, *option)
     assert ended.code == 0, ended.err
     assert table(results(folder / "two")) == table(results(folder / "one"))
 
