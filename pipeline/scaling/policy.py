@@ -100,12 +100,12 @@ def decide(limits: ScalingLimits, memory: PolicyState, observed: PoolObservation
         tuple(start.ready_in(limits.cold_start_seconds, now) for start in starting),
         limits.cold_start_seconds,
     )
-    due = [_due(limits, demand) for demand in observed.demands if demand.seconds > 0]
-    hard = workers_for(fleet, due, lambda left: _usable(limits, left), limits.work_factor)
-    eager = workers_for(fleet, due, lambda left: limits.target_share * _usable(limits, left), limits.work_factor)
+    due = [with_deadline(limits, demand) for demand in observed.demands if demand.seconds > 0]
+    hard = workers_for(fleet, due, lambda left: usable_seconds(limits, left), limits.work_factor)
+    eager = workers_for(fleet, due, lambda left: limits.target_share * usable_seconds(limits, left), limits.work_factor)
     ahead = min(eager, int(observed.work / limits.scale_up_work_seconds))
     careful = workers_for(
-        fleet, due, lambda left: _usable(limits, left), limits.work_factor * (1 + limits.growth_tolerance)
+        fleet, due, lambda left: usable_seconds(limits, left), limits.work_factor * (1 + limits.growth_tolerance)
     )
     retained = max(careful, ceil(observed.work / limits.scale_down_work_seconds))
     if observed.callers:
@@ -170,7 +170,7 @@ def _may_gather(
         return False
     later = [replace(demand, due=(demand.due or 0.0) - wait) for demand in due]
     in_time = all((demand.due or 0.0) > 2 * limits.cold_start_seconds for demand in later)
-    return in_time and workers_for(fleet, later, lambda left: _usable(limits, left), limits.work_factor) <= hard
+    return in_time and workers_for(fleet, later, lambda left: usable_seconds(limits, left), limits.work_factor) <= hard
 
 
 def _max_wait_seconds(limits: ScalingLimits, demand: Demand) -> float:
@@ -226,7 +226,7 @@ def _shrink(
     return max(lower, before - limits.max_scale_down), reason, replace(memory, lower_since=None, lower=0)
 
 
-def _due(limits: ScalingLimits, demand: Demand) -> Demand:
+def with_deadline(limits: ScalingLimits, demand: Demand) -> Demand:
     """Derive a deadline by age for work without one, so that no work waits for ever."""
     if demand.due is not None:
         return demand
@@ -234,6 +234,6 @@ def _due(limits: ScalingLimits, demand: Demand) -> Demand:
     return replace(demand, due=max(within - demand.waited, limits.overdue_target_seconds))
 
 
-def _usable(limits: ScalingLimits, left: float) -> float:
+def usable_seconds(limits: ScalingLimits, left: float) -> float:
     """The part of the time until a deadline that work is planned into; the rest is a reserve."""
     return left - min(limits.deadline_reserve_seconds + limits.deadline_reserve_share * left, left / 2)

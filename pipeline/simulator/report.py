@@ -80,9 +80,9 @@ def report(
     """Evaluate a simulation. `price_per_hour`: of a worker."""
     ideal = oracle(settings, outcome)
     with_due = [(job, could) for job, could in zip(outcome.jobs, ideal.met, strict=True) if job.due is not None]
-    met = sum(_in_time(job.ended, job.due, job.rows_left) for job, _ in with_due)
+    met = sum(is_in_time(job.ended, job.due, job.rows_left) for job, _ in with_due)
     could = [job for job, can in with_due if can]
-    of_those = sum(_in_time(job.ended, job.due, job.rows_left) for job in could)
+    of_those = sum(is_in_time(job.ended, job.due, job.rows_left) for job in could)
     hours = outcome.worker_seconds / HOUR
     waits = [job.begun - job.arrival for job in outcome.jobs if job.begun is not None]
     took = [job.ended - job.arrival for job in outcome.jobs if job.ended is not None]
@@ -157,7 +157,7 @@ def oracle(settings: SimulationSettings, outcome: SimulationOutcome) -> OracleRe
     )
 
 
-def _in_time(ended: float | None, due: float | None, rows_left: float) -> bool:
+def is_in_time(ended: float | None, due: float | None, rows_left: float) -> bool:
     return ended is not None and due is not None and rows_left < 0.5 and ended <= due
 
 

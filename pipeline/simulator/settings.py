@@ -64,6 +64,7 @@ class SimulationOutcome:
     Attributes:
         jobs: all, ended or not.  seconds: until the last job ended and the last worker left.
         worker_seconds, busy_seconds: paid time, and the part of it with a shard.
+        paid: from when until when each worker was paid.
         changes: times and values of changes of the desired workers.  samples: one per decision of the autoscaler.
         shards, repeated_rows: shards put on queues; rows computed again after an interruption.
         starts, interrupted: numbers of workers.
@@ -75,6 +76,7 @@ class SimulationOutcome:
     seconds: float = 0.0
     worker_seconds: float = 0.0
     busy_seconds: float = 0.0
+    paid: list[tuple[float, float]] = field(default_factory=list)
     changes: list[tuple[float, int]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     shards: int = 0

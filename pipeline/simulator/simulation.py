@@ -33,11 +33,23 @@ EPOCH: Final = datetime(2026, 1, 1, tzinfo=UTC)
 
 def simulate(trace: Trace, settings: SimulationSettings) -> SimulationOutcome:
     """Simulate the trace to its end."""
-    return _Simulation(trace, settings).run()
+    simulation = Simulation(settings, max((job.at for job in trace.jobs), default=0.0))
+    for number, job in enumerate(trace.jobs):
+        simulation.submit(job, number)
+    for interruption in trace.interruptions:
+        simulation.interrupt(interruption)
+    simulation.start()
+    return simulation.finish()
 
 
-class _Simulation:
-    def __init__(self, trace: Trace, settings: SimulationSettings) -> None:
+class Simulation:
+    """One installation. `last_arrival`: until then it goes on, in seconds, whatever is open.
+
+    Attributes:
+        outcome: the outcome so far; paid times are complete after `finish`.
+    """
+
+    def __init__(self, settings: SimulationSettings, last_arrival: float) -> None:
         self._settings = settings
         self._limits = settings.scaling.model_copy(update={"cold_start_seconds": settings.worker.cold_start_seconds})
         self._rng = random.Random(f"mill/{settings.seed}")
@@ -54,29 +66,87 @@ class _Simulation:
         self._tick_at = inf
         self._memory = PolicyState()
         self._speed = settings.worker.rows_per_second(settings.worker.batch, 300.0, 200.0) * 500.0
-        self._last_arrival = max((job.at for job in trace.jobs), default=0.0)
+        self._last_arrival = last_arrival
         self._open = 0
+        self._is_lost = False
         self.outcome = SimulationOutcome()
-        for number, job in enumerate(trace.jobs):
-            self._at(job.at, partial(self._arrive, job, number))
-        for interruption in trace.interruptions:
-            self._at(interruption.at, partial(self._interrupt, interruption))
 
-    def run(self) -> SimulationOutcome:
+    def submit(self, job: TracedJob, number: int, answer_factor: float | None = None) -> None:
+        """Let a job arrive at its time. `answer_factor`: actual over estimated answers; None: drawn at its arrival."""
+        self._at(job.at, partial(self._arrive, job, number, answer_factor))
+
+    def interrupt(self, interruption: SpotInterruption) -> None:
+        """Let an interruption come at its time."""
+        self._at(interruption.at, partial(self._interrupt, interruption))
+
+    def start(self) -> None:
+        """Start the fleet at 0 seconds. Jobs and interruptions of that time are added before."""
         if self._settings.fixed_workers is not None:
             for _ in range(self._settings.fixed_workers):
                 self._launch(0.0)
         else:
             self._at(0.0, self._scale)
+
+    def advance(self, until: float) -> None:
+        """Simulate to this time, its events included."""
+        while self._events and self._events[0][0] <= until:
+            self._step()
+        self._now = until
+
+    def finish(self) -> SimulationOutcome:
+        """Simulate until all jobs have ended and the workers have left."""
         while self._events:
-            self._now, _, act = heapq.heappop(self._events)
-            act()
+            self._step()
             if self._over():
                 break
         for worker in [*self._workers.values(), *self._booting.values()]:
             self._pay(worker)
         self.outcome.seconds = self._now
         return self.outcome
+
+    def demands(self) -> list[Demand]:
+        """The remaining work of open jobs, as it is estimated."""
+        return [
+            Demand(
+                job.rows_left * job.planned_tokens / self._speed,
+                None if job.due is None else job.due - self._now,
+                self._now - job.arrival,
+                job.order.tier is Tier.BULK,
+            )
+            for job in self._jobs
+        ]
+
+    @property
+    def live(self) -> int:
+        """Live workers."""
+        return len(self._workers)
+
+    def lose(self) -> list[SimJob]:
+        """Lose all machines, and get none until `restore`; open jobs wait. Returns these."""
+        self._is_lost = True
+        for worker in list(self._workers.values()):
+            self.outcome.interrupted += 1
+            self._leave(worker, self._settings.unwritten_seconds, self._settings.detection_seconds)
+        for worker in self._booting.values():
+            self._pay(worker)
+        self._booting.clear()
+        return list(self._jobs)
+
+    def withdraw(self, job: SimJob) -> None:
+        """Remove an open job from this installation and its outcome."""
+        self._end(job)
+        self.outcome.jobs.remove(job)
+
+    def restore(self) -> None:
+        """Get machines again."""
+        self._is_lost = False
+        for _ in range(self._settings.fixed_workers or 0):
+            self._launch(self._settings.worker.cold_start_seconds)
+        self._want_tick()
+
+    def _step(self) -> None:
+        self._now, _, act = heapq.heappop(self._events)
+        act()
 
     def _over(self) -> bool:
         if self._open or self._now < self._last_arrival:
@@ -92,14 +162,16 @@ class _Simulation:
 
     # -- jobs
 
-    def _arrive(self, traced: TracedJob, number: int) -> None:
+    def _arrive(self, traced: TracedJob, number: int, answer_factor: float | None) -> None:
         settings, plan = self._settings, self._settings.plan
         tokens = traced.prompt_tokens + traced.output_tokens
         created = EPOCH + timedelta(seconds=self._now)
         due = None if traced.deadline is None else self._now + traced.deadline
         deadline = None if due is None else EPOCH + timedelta(seconds=due)
         rows_in_shard = max(1, min(plan.max_shard_rows, int(plan.shard_tokens / tokens)))
-        answer = traced.output_tokens * exp(self._rng.gauss(0.0, settings.answer_error))
+        if answer_factor is None:
+            answer_factor = exp(self._rng.gauss(0.0, settings.answer_error))
+        answer = traced.output_tokens * answer_factor
         job = SimJob(
             SimulatedJobOrder(f"{number:08d}", traced.tenant, traced.tier, deadline, created),
             self._now, due, traced.rows, rows_in_shard, traced.prompt_tokens, answer, tokens,
@@ -226,6 +298,7 @@ class _Simulation:
             self._at(ready, come)
 
     def _pay(self, worker: SimWorker) -> None:
+        self.outcome.paid.append((worker.launched, self._now))
         self.outcome.worker_seconds += self._now - worker.launched
         self.outcome.busy_seconds += worker.paid_until(self._now)
 
@@ -257,16 +330,10 @@ class _Simulation:
 
     def _scale(self) -> None:
         """Run the autoscaler once, and let the provider start and end machines."""
-        demands = [
-            Demand(
-                job.rows_left * job.planned_tokens / self._speed,
-                None if job.due is None else job.due - self._now,
-                self._now - job.arrival,
-                job.order.tier is Tier.BULK,
-            )
-            for job in self._jobs
-        ]
-        observed = PoolObservation(demands, len(self._workers))
+        if self._is_lost:
+            self._at(self._now + self._settings.interval_seconds, self._scale)
+            return
+        observed = PoolObservation(self.demands(), len(self._workers))
         decision = decide(self._limits, self._memory, observed, self._now)
         self._memory = decision.memory
         if decision.desired != decision.before:

@@ -2,7 +2,7 @@
 
 A file has a JSON object a line: jobs {"at", "rows", "prompt_tokens", "output_tokens", "tier", "tenant", "deadline"},
 and interruptions of spot machines {"at", "interrupt"}. Times are seconds, `at` from the beginning, `deadline` after
-`at`.
+`at`. For several regions a job also has "home", "regions" and "input_bytes".
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ class BadTrace(PipelineError):
 
 
 class TracedJob(BaseModel):
-    """A job of equal rows: `prompt_tokens` and `output_tokens` are of each row."""
+    """A job of equal rows: `prompt_tokens` and `output_tokens` are of each row.
+
+    Attributes:
+        home: region where its input lies; None: the first one that it may run in.
+        regions: that it may run in; None: all that its tenant may use.
+        input_bytes: of its input; None: four for each token of its prompts.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,6 +47,9 @@ class TracedJob(BaseModel):
     tier: Literal[Tier.STANDARD, Tier.BULK] = Tier.STANDARD
     tenant: str = "default"
     deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    home: Annotated[str, Field(min_length=1)] | None = None
+    regions: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    input_bytes: Amount | None = None
 
 
 class SpotInterruption(BaseModel):

@@ -15,6 +15,7 @@ from tokenmill.config.cli_options import Debug, Json
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
+    from pipeline.simulator.regional_simulation import RegionalReport, RegionReport
     from pipeline.simulator.report import SimulationReport
     from pipeline.simulator.settings import SimulationSettings
 
@@ -33,7 +34,19 @@ def simulate(
         ),
     ] = None,
     pattern: Annotated[Pattern | None, typer.Option(help="A trace that is drawn instead. [default: daynight]")] = None,
-    gpus: Annotated[int, typer.Option(min=1, max=10_000, help="Workers that there may be at most.")] = 8,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, max=10_000, help="Workers that there may be at most. [default: 8]")
+    ] = None,
+    regions: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="Installations in several regions, as TOML, with GPUs, prices by hour, outages and the regions of "
+            "tenants; each job's region is chosen at its arrival.",
+        ),
+    ] = None,
     fixed: Annotated[bool, typer.Option("--fixed", help="All of them all the time, without the autoscaler.")] = False,
     worker: Annotated[
         Path | None,
@@ -51,7 +64,11 @@ def simulate(
     hours: Annotated[float, typer.Option(min=0.1, max=24 * 31, help="Of a drawn trace.")] = 24.0,
     requests_per_day: Annotated[
         float | None,
-        typer.Option(min=1, max=1e11, help="Of a drawn trace. Default: what a third of the workers could do."),
+        typer.Option(
+            min=1,
+            max=1e11,
+            help="Of a drawn trace. Default: what a third of the workers could do; with --regions, of the smallest.",
+        ),
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="That they come in. Default: 12 an hour.")] = None,
     prompt_tokens: Annotated[float, typer.Option(min=1, help="Of a drawn trace's requests, on average.")] = 300.0,
@@ -76,7 +93,11 @@ def simulate(
     The report compares the simulation with an oracle that knows all beforehand: which deadlines could be met, and
     the least worker-hours. The autoscaler's limits are those of TOKENMILL_AUTOSCALE__LIMITS, with --gpus at most.
     Requests whose callers wait are not simulated.
+
+    With --regions, the report has each region's jobs, tokens, cost and late jobs, and the same for one region alone.
     """
+    from pipeline.simulator.regional_simulation import regional_report
+    from pipeline.simulator.regions import draw_regional_trace, read_regions
     from pipeline.simulator.report import report
     from pipeline.simulator.settings import SimulationSettings
     from pipeline.simulator.simulation import simulate as run_simulation
@@ -87,6 +108,10 @@ def simulate(
         raise typer.BadParameter("give --trace or --pattern, not both")
     if deadlines[0] > deadlines[1]:
         raise typer.BadParameter(f"--deadlines {deadlines[0]:g} {deadlines[1]:g}: give the shortest first")
+    if regions is not None and (gpus is not None or price_per_hour is not None):
+        raise typer.BadParameter("--regions has each region's GPUs and prices: leave out --gpus and --price-per-hour")
+    several = None if regions is None else read_regions(regions)
+    gpus = min(one.gpus for one in several.region) if several is not None else gpus or 8
     settings = read_settings()
     model = EXAMPLE if worker is None else read_worker_model(worker)
     if cold_start_seconds is not None:
@@ -96,9 +121,14 @@ def simulate(
             requests_per_day = gpus / 3 * model.rows_per_second(model.batch, prompt_tokens, output_tokens) * 86_400
         requests = max(1, round(requests_per_day * hours / 24))
         how = TraceSettings(requests, hours, jobs, prompt_tokens, output_tokens, deadlines)
-        drawn = draw_trace(pattern or "daynight", how, seed)
+        if several is None:
+            drawn = draw_trace(pattern or "daynight", how, seed)
+        else:
+            drawn = draw_regional_trace(pattern or "daynight", how, seed, several)
     else:
         drawn = read_trace(trace)
+        if several is None and any(job.home or job.regions for job in drawn.jobs):
+            raise typer.BadParameter(f"{trace} names regions: describe them with --regions")
     limits = settings.autoscale.limits
     simulation = SimulationSettings(
         model,
@@ -110,6 +140,16 @@ def simulate(
         seed=seed,
     )
     started = time.perf_counter()
+    if several is not None:
+        across = regional_report(drawn, simulation, several)
+        seconds = time.perf_counter() - started
+        if as_json:
+            given = {**_settings(simulation), "regions": several.model_dump()}
+            output.print_json({**asdict(across), "seed": seed, "settings": given, "simulated_in": seconds})
+            return
+        _show_regions(across)
+        output.say(f"simulated in {output.duration(seconds)}; worker: {across.worker}")
+        return
     found = report(drawn, simulation, run_simulation(drawn, simulation), price_per_hour)
     seconds = time.perf_counter() - started
     if as_json:
@@ -167,3 +207,26 @@ def _show(found: SimulationReport) -> None:
     cells = [(f"{at:.1f}", wish, live, f"{backlog:,.1f}") for at, wish, live, backlog in hourly]
     columns = ("hour", "wished for", "live", "backlog, worker-hours")
     console.print(output.table(None, columns, cells, right=columns))
+
+
+def _show_regions(found: RegionalReport) -> None:
+    columns = ("", "jobs", "of other regions", "tokens", "worker-hours", "cost", "of it transfers", "late")
+    alone = [(f"{one.name} alone{', the best' * (one.name == found.best_single)}", one) for one in found.single]
+    rows = [(one.name, one) for one in found.regions] + [("all", found.total), *alone]
+    cells = [_region_cells(name, one) for name, one in rows]
+    output.stdout().print(output.table(found.trace, columns, cells, right=columns[1:]))
+    if found.best_single is None:
+        output.say("no region may take all jobs, so there is no single region to compare with")
+
+
+def _region_cells(name: str, found: RegionReport) -> tuple[str, ...]:
+    return (
+        name,
+        str(found.jobs),
+        str(found.moved),
+        output.count(found.tokens),
+        f"{found.worker_hours:,.1f}",
+        f"{found.cost:,.2f}",
+        f"{found.transfer_cost:,.2f}",
+        f"{found.late} of {found.deadlines}",
+    )

@@ -163,6 +163,56 @@ def test_given_a_pattern_when_it_is_simulated_then_there_are_results_and_a_table
     assert "assumed, not measured" in table.err
 
 
+REGIONS = f"""
+[[region]]
+name = "eu"
+gpus = 2
+price_per_hour = 1
+
+[[region]]
+name = "us"
+gpus = 3
+price_per_hour = {[0.5] * 24}
+
+[tenants]
+tenant-0 = ["eu"]
+"""
+
+
+def test_given_regions_when_they_are_simulated_then_each_has_results_and_one_alone_is_compared(
+    tokenmill: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "regions.toml"
+    path.write_text(REGIONS)
+    arguments = ("simulate", "--regions", path, "--hours", 4, "--seed", 3)
+    found = json.loads(tokenmill(*arguments, "--json").out)
+    assert [one["name"] for one in found["regions"]] == ["eu", "us"]
+    assert found["total"]["jobs"] == sum(one["jobs"] for one in found["regions"]) == 96
+    assert found["total"]["cost"] == pytest.approx(
+        found["regions"][0]["worker_hours"] + 0.5 * found["regions"][1]["worker_hours"]
+    )
+    assert found["best_single"] == "eu", "tenant-0 may not leave it"
+    assert [one["name"] for one in found["single"]] == ["eu"]
+    assert found["settings"]["regions"]["region"][1]["gpus"] == 3
+    table = tokenmill(*arguments)
+    assert "eu alone, the best" in table.out
+    assert f"{found['total']['cost']:,.2f}" in table.out
+
+
+def test_given_a_trace_in_regions_then_each_job_stays_in_its_own(tokenmill: Any, tmp_path: Path) -> None:
+    path, trace = tmp_path / "regions.toml", tmp_path / "trace.jsonl"
+    path.write_text(REGIONS)
+    trace.write_text(
+        '{"at": 0, "rows": 100, "home": "us", "regions": ["us"], "input_bytes": 5}\n'
+        '{"at": 0, "rows": 100, "tenant": "tenant-0"}\n'
+    )
+    done = tokenmill("simulate", "--regions", path, "--trace", trace, "--json")
+    found = json.loads(done.out)
+    assert [one["jobs"] for one in found["regions"]] == [1, 1]
+    assert (found["single"], found["best_single"]) == ([], None)
+    assert "no region may take all jobs" in tokenmill("simulate", "--regions", path, "--trace", trace).err
+
+
 def test_given_a_file_and_a_measured_worker_then_they_are_simulated(tokenmill: Any, tmp_path: Path) -> None:
     trace, worker = tmp_path / "trace.jsonl", tmp_path / "worker.json"
     trace.write_text('{"at": 0, "rows": 100, "prompt_tokens": 1, "output_tokens": 100}\n')
@@ -182,6 +232,9 @@ def test_given_a_file_and_a_measured_worker_then_they_are_simulated(tokenmill: A
         (("--deadlines", "9", "3"), 2, "give the shortest first"),
         (("--trace", "TRACE"), 1, "has no job"),
         (("--worker", "TRACE"), 1, "can't be read as JSON"),
+        (("--regions", "TRACE"), 1, "region: Field required"),
+        (("--regions", "TRACE", "--gpus", "2"), 2, "leave out --gpus and --price-per-hour"),
+        (("--regions", "TRACE", "--price-per-hour", "2"), 2, "leave out --gpus and --price-per-hour"),
     ],
 )
 def test_given_wrong_arguments_then_the_simulator_refuses_them(
@@ -191,3 +244,13 @@ def test_given_wrong_arguments_then_the_simulator_refuses_them(
     done = tokenmill("simulate", *[str(tmp_path / "trace") if one == "TRACE" else one for one in arguments])
     assert done.code == code
     assert says in done.err
+
+
+def test_given_a_trace_that_names_regions_then_the_simulator_wants_them_described(
+    tokenmill: Any, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"at": 0, "rows": 100, "regions": ["us"]}\n')
+    done = tokenmill("simulate", "--trace", trace)
+    assert done.code == 2
+    assert "--regions" in done.err
