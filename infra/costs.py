@@ -129,6 +129,9 @@ def _of(address: str, values: Mapping[str, Any], kind: str, all_of_them: Mapping
         yield Cost(part, "alarms", metrics * _monthly("alarm_metric"))
     elif kind == "aws_cloudwatch_dashboard":
         yield Cost(part, "dashboard", _monthly("dashboard"))
+    elif kind == "aws_route53_health_check":
+        https = _monthly("health_check_https") if values["type"] == "HTTPS" else 0.0
+        yield Cost(part, "health checks", _monthly("health_check") + https)
     elif kind == "aws_autoscaling_group":
         yield _machine(address, values, all_of_them)
 

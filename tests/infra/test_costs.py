@@ -59,6 +59,12 @@ def test_given_alarms_then_each_metric_of_one_counts() -> None:
     assert dollars(simple, of_two) == pytest.approx(3 * 0.1 / 730)
 
 
+def test_given_health_checks_then_https_costs_more() -> None:
+    of_alarm = resource('module.dns.aws_route53_health_check.this["eu-central-1"]', type="CLOUDWATCH_METRIC")
+    of_balancer = resource('module.dns.aws_route53_health_check.this["us-east-1"]', type="HTTPS")
+    assert dollars(of_alarm, of_balancer) == pytest.approx((0.5 + 0.5 + 1.0) / 730)
+
+
 def pool(on_demand: int) -> tuple[dict[str, Any], dict[str, Any]]:
     policy = {
         "instances_distribution": [{"on_demand_percentage_above_base_capacity": on_demand}],

@@ -18,6 +18,11 @@ output "gateway" {
   value       = module.control.balancer
 }
 
+output "gateway_alarm" {
+  description = "Name of the alarm that fires when no gateway is ready, for the health check in the module dns. null: no balancer."
+  value       = module.observability.gateway_alarm
+}
+
 output "kafka_cluster_arn" {
   description = "ARN of the Kafka cluster, for the policies of producers and consumers."
   value       = module.events.kafka_cluster_arn

@@ -42,6 +42,11 @@ run "the_least" {
     condition     = length(aws_budgets_budget.month) + length(aws_cloudwatch_metric_alarm.no_gateway) + length(aws_cloudwatch_metric_alarm.kafka_disk) == 0
     error_message = "there are alarms of resources that do not exist"
   }
+
+  assert {
+    condition     = output.gateway_alarm == null
+    error_message = "the output names an alarm that does not exist"
+  }
 }
 
 run "with_everything" {
@@ -56,6 +61,11 @@ run "with_everything" {
   assert {
     condition     = keys(aws_cloudwatch_metric_alarm.kafka_disk) == ["broker-1", "broker-2", "broker-3"] && length(aws_cloudwatch_metric_alarm.no_gateway) == 1
     error_message = "a broker's disk, or the gateways, have no alarm"
+  }
+
+  assert {
+    condition     = output.gateway_alarm == "tokenmill-no-gateway"
+    error_message = "the module dns has no alarm for its health check"
   }
 
   assert {
