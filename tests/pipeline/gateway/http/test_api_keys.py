@@ -43,6 +43,22 @@ def test_a_key_authenticates_its_tenant_until_it_expires_or_is_revoked(world: Wo
     assert [(one.key.id, one.revoked) for one in keys.listed()] == sorted([(key.id, True), (late.id, False)])
 
 
+def test_given_the_objects_of_a_key_in_another_root_then_it_is_valid_there_until_they_say_that_it_is_revoked(
+    world: World,
+) -> None:
+    keys, elsewhere = ApiKeys(world), replace(world, store=MemoryStore())
+    key, text = keys.create("acme", ALL)
+
+    def copied() -> ApiKeys:
+        for info in world.store.list("keys/"):
+            elsewhere.store.create(info.key, world.store.read(info.key))
+        return ApiKeys(elsewhere)
+
+    assert copied().check(text) == key
+    keys.revoke(key.id)
+    assert copied().check(text) is None
+
+
 @pytest.mark.parametrize(
     "text", ["", "tm-", "tm-0123456789abcdef-" + "0" * 64, "tm-../../etc/passwd-" + "0" * 64, "sk-1", "tm-" + "é" * 81]
 )
