@@ -16,6 +16,7 @@ from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
     from pipeline.simulator.regional_simulation import RegionalReport, RegionReport
+    from pipeline.simulator.regions import RegionSettings
     from pipeline.simulator.report import SimulationReport
     from pipeline.simulator.settings import SimulationSettings
 
@@ -144,7 +145,7 @@ def simulate(
         across = regional_report(drawn, simulation, several)
         seconds = time.perf_counter() - started
         if as_json:
-            given = {**_settings(simulation), "regions": several.model_dump()}
+            given = {**_settings(simulation, several), "regions": several.model_dump()}
             output.print_json({**asdict(across), "seed": seed, "settings": given, "simulated_in": seconds})
             return
         _show_regions(across)
@@ -159,10 +160,11 @@ def simulate(
     output.say(f"simulated {found.hours:.1f} hours in {output.duration(seconds)}; worker: {found.worker}")
 
 
-def _settings(simulation: SimulationSettings) -> dict[str, object]:
+def _settings(simulation: SimulationSettings, several: RegionSettings | None = None) -> dict[str, object]:
+    of_region = {"max_workers"} if several is not None else set()  # each region has its own
     return {
         "worker": simulation.worker.model_dump(),
-        "scaling": None if simulation.fixed_workers else simulation.scaling.model_dump(),
+        "scaling": None if simulation.fixed_workers else simulation.scaling.model_dump(exclude=of_region),
         "interval_seconds": simulation.interval_seconds,
         "plan": simulation.plan.model_dump(),
         "answer_error": simulation.answer_error,

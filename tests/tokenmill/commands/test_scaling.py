@@ -194,6 +194,7 @@ def test_given_regions_when_they_are_simulated_then_each_has_results_and_one_alo
     assert found["best_single"] == "eu", "tenant-0 may not leave it"
     assert [one["name"] for one in found["single"]] == ["eu"]
     assert found["settings"]["regions"]["region"][1]["gpus"] == 3
+    assert "max_workers" not in found["settings"]["scaling"], "each region has its own"
     table = tokenmill(*arguments)
     assert "eu alone, the best" in table.out
     assert f"{found['total']['cost']:,.2f}" in table.out
