@@ -321,6 +321,7 @@ def _handover(value: Callable[..., None], handover: HandoverMetrics) -> None:
     requests = {
         "sent": handover.offered_requests,
         "received": handover.fetched_requests,
+        "stayed": handover.stayed_requests,
         "refused": handover.refused_requests,
     }
     for outcome, count in requests.items():

@@ -2,6 +2,9 @@
 
 Workers are a model's live ones, by their heartbeats. All that can be wrong with these is harmless: a request that is
 addressed to a worker that is dead, slow or full is taken by another one after `steal_after_seconds` (`LaneQueue`).
+
+Where there are prefill and decode workers, a request that a decode worker should compute whole
+(`pipeline.lane.placement`) goes to any of these.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ from typing import Final, Literal
 
 import structlog
 
+from pipeline.lane.placement import LatencyTargets
+from pipeline.lane.pool_loads import PoolObserver
 from pipeline.lane.prefix_key import prefix_key
 from pipeline.lane.rendezvous import choose_worker
 from pipeline.ports import Clock, Heartbeats, WorkerState
 from pipeline.runtime.availability import ServiceUnavailable
-from schemas.workers.lane import LaneRequest, addressed_to, is_queue_name
+from schemas.workers.lane import DECODE, LaneRequest, addressed_to, is_queue_name
 
 _REFRESH_SECONDS: Final = 1.0
 _STALE_SECONDS: Final = 5.0
@@ -28,10 +33,13 @@ _STALE_SECONDS: Final = 5.0
 MIN_WORKERS: Final = 2
 """With fewer there is nothing to choose."""
 
-Route = Literal["prefix", "bound", "general"]
-"""Where a request was sent: to its prefix's worker; to another one, because that one had its share; to any worker."""
+Route = Literal["prefix", "bound", "general", "decode"]
+"""Where a request was sent: to its prefix's worker; to another one, because that one had its share; to any worker; to
+any decode worker."""
 
-ROUTES: Final[tuple[Route, ...]] = ("prefix", "bound", "general")
+ROUTES: Final[tuple[Route, ...]] = ("prefix", "bound", "general", "decode")
+
+DEFAULT_TARGETS: Final = LatencyTargets()
 
 logger = structlog.get_logger(__name__)
 
@@ -42,9 +50,14 @@ class PrefixRouter:
     Args:
         max_load_ratio: no worker gets more than this multiple of the mean of the caller's open requests at the model's
             workers, rounded up.
+        targets: of prefill and decode workers.
     """
 
-    def __init__(self, clock: Clock, heartbeats: Heartbeats, max_load_ratio: float) -> None:
+    def __init__(
+        self, clock: Clock, heartbeats: Heartbeats, max_load_ratio: float, targets: LatencyTargets = DEFAULT_TARGETS
+    ) -> None:
+        self._pools = PoolObserver(clock, heartbeats)
+        self._targets = targets
         self._clock = clock
         self._heartbeats = heartbeats
         self._max_load_ratio = max_load_ratio
@@ -62,6 +75,7 @@ class PrefixRouter:
         if now < self._refresh_at:
             return
         self._refresh_at = now + _REFRESH_SECONDS
+        self._pools.refresh()
         try:
             states = self._heartbeats.workers()
         except ServiceUnavailable as error:
@@ -79,6 +93,10 @@ class PrefixRouter:
         that it starts at once. `release` ends the count of an addressed one."""
         if request.attempt > 1 or request.queue:
             return request
+        if self._pools.prefers_decode(request, self._targets):
+            with self._lock:
+                self._routes["decode"] += 1
+            return replace(request, queue=DECODE)
         key = prefix_key(request)
         with self._lock:
             workers = self._workers.get(request.model, [])

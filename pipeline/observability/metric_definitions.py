@@ -140,8 +140,9 @@ METRICS: Final = (
     ),
     Metric(
         "tokenmill_handovers_total", "counter",
-        "Requests between prefill and decode workers, by outcome: sent, received with the blocks of their prompts, "
-        "refused (the prefill worker had no memory for the blocks, and completed the answer).",
+        "Requests between prefill and decode workers, by outcome: sent, received with the blocks of their prompts; "
+        "completed by the prefill worker because that is faster or no decode worker lives (stayed), or because it had "
+        "no memory for the blocks (refused).",
         ("model", "outcome"),
     ),
     Metric(
@@ -364,7 +365,7 @@ METRICS: Final = (
     Metric(
         "tokenmill_lane_routed_requests_total", "counter",
         "Inference requests by the queue that they were sent to: that of their prefix's worker (prefix), of another "
-        "one because that one had its share (bound), or of any worker (general).",
+        "one because that one had its share (bound), of any worker (general), or of any decode worker (decode).",
         ("route",), _GATEWAY,
     ),
     # -- ingest

@@ -7,7 +7,7 @@ kilobytes, whatever its load.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
@@ -147,15 +147,23 @@ class HandoverMetrics(StoredReport):
     """Requests that prefill workers handed over to decode workers, with the KV blocks of their prompts.
 
     Attributes:
+        role: the worker's.  block_tokens, token_bytes: tokens of a KV block, and bytes of a token's keys and values.
+        step_tokens: most tokens of a step.
         offered_requests, fetched_requests: handed over by this worker, and to it with blocks.
-        refused_requests: that this worker completed itself, because there was no memory for their blocks.
+        stayed_requests: that this worker completed itself, because that is faster, or no decode worker lives.
+        refused_requests: that it completed itself, because there was no memory for their blocks.
         sent_bytes, received_bytes: of whole transfers, and of verified blocks.
         expired_offers: that no worker fetched in time.  broken_transfers: that ended early at this worker.
         fetch_seconds: sum over all fetches.
     """
 
+    role: Literal["prefill", "decode"]
+    block_tokens: Count = 1
+    token_bytes: Count = 0
+    step_tokens: Count = 1
     offered_requests: Count = 0
     fetched_requests: Count = 0
+    stayed_requests: Count = 0
     refused_requests: Count = 0
     sent_bytes: Count = 0
     received_bytes: Count = 0

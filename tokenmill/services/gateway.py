@@ -98,6 +98,7 @@ class GatewayService:
         from pipeline.gateway.routes.dependencies import GatewayDependencies
         from pipeline.gateway.status import Status
         from pipeline.lane.client import CallSettings
+        from pipeline.lane.placement import LatencyTargets
         from pipeline.lane.prefix_router import PrefixRouter
 
         keys = ApiKeys(root.world)
@@ -111,9 +112,12 @@ class GatewayService:
         intake = open_intake(root, settings)
         status = Status(root.world, backends.heartbeats, 1.0 if root.folder else _REMOTE_POLL_SECONDS)
         http_metrics = HttpMetrics(root.world.clock)
-        routing = settings.lane.routing
+        routing, slo = settings.lane.routing, settings.lane.slo
+        targets = LatencyTargets(slo.ttft_seconds, slo.itl_seconds)
         self._router = (
-            PrefixRouter(root.world.clock, backends.heartbeats, routing.max_load_ratio) if routing.by_prefix else None
+            PrefixRouter(root.world.clock, backends.heartbeats, routing.max_load_ratio, targets)
+            if routing.by_prefix
+            else None
         )
         self.sources: list[Source] = [
             metric_collectors.workers(backends.heartbeats, each=settings.metrics.workers),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Final
 
 import structlog
 
-from pipeline.ports import Clock
+from pipeline.lane.placement import LatencyTargets
+from pipeline.lane.pool_loads import PoolObserver
+from pipeline.ports import Clock, Heartbeats
 from schemas.settings.kv_transfer import KVTransferOptions, Role
 from tokenmill.errors import UserError
 from workers.kv_transfer.client import BlockClient
@@ -15,11 +20,20 @@ from workers.kv_transfer.server import BlockServer
 from workers.lane.handover import DecodeHandover, LaneHandover, PrefillHandover
 from workers.model.loaded_model import LoadedModel
 
+_REFRESH_SECONDS: Final = 0.5
+
 logger = structlog.get_logger(__name__)
 
 
 @contextmanager
-def open_handover(role: Role, model: LoadedModel, clock: Clock, options: KVTransferOptions) -> Iterator[LaneHandover]:
+def open_handover(
+    role: Role,
+    model: LoadedModel,
+    clock: Clock,
+    options: KVTransferOptions,
+    heartbeats: Heartbeats,
+    targets: LatencyTargets,
+) -> Iterator[LaneHandover]:
     """The side of a worker with this role and model. Raises `UserError` when blocks can't be served."""
     if role == "both":
         yield LaneHandover(role, options.help_after_seconds)
@@ -27,9 +41,10 @@ def open_handover(role: Role, model: LoadedModel, clock: Clock, options: KVTrans
     exchange = model.block_exchange
     if exchange is None:
         raise UserError(f"--role {role}: {model.name} has no KV blocks to exchange; leave --role out")
+    step_tokens = model.max_num_batched_tokens
     if role == "decode":
         client = BlockClient(options.timeout_seconds, use_shared_memory=options.shared_memory)
-        yield LaneHandover(role, options.help_after_seconds, decode=DecodeHandover(exchange, client))
+        yield LaneHandover(role, options.help_after_seconds, decode=DecodeHandover(exchange, client, step_tokens))
         return
     try:
         server = BlockServer(exchange.identity, clock, options)
@@ -38,6 +53,26 @@ def open_handover(role: Role, model: LoadedModel, clock: Clock, options: KVTrans
             f"TOKENMILL_KV_TRANSFER__HOST {options.host}, port {options.port}: can't listen there "
             f"({error.strerror or error}); give an address of this machine, and a free port or 0"
         ) from error
-    with server.running():
+    pools = PoolObserver(clock, heartbeats)
+    with server.running(), _observing(pools):
         logger.info("serving KV blocks", host=options.host, port=server.port)
-        yield LaneHandover(role, options.help_after_seconds, prefill=PrefillHandover(exchange, server))
+        prefill = PrefillHandover(exchange, server, partial(pools.loads, model.name), targets, step_tokens)
+        yield LaneHandover(role, options.help_after_seconds, prefill=prefill)
+
+
+@contextmanager
+def _observing(pools: PoolObserver) -> Iterator[None]:
+    """Keep the loads fresh, on a thread, until the block ends."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(_REFRESH_SECONDS):
+            pools.refresh()
+
+    thread = threading.Thread(target=run, name="pool-loads", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 
 from engine.config import EngineConfig
+from pipeline.lane.placement import LatencyTargets
 from pipeline.models.catalog import BY_DIGEST
 from pipeline.models.registry import ModelRegistry
 from pipeline.ports import StoreUnavailable
@@ -190,6 +191,7 @@ class WorkerService:
         self._root = root
         self._role: Role = role
         self._transfer = settings.kv_transfer
+        self._targets = LatencyTargets(settings.lane.slo.ttft_seconds, settings.lane.slo.itl_seconds)
         self._price = price_per_hour
         self._backends = backends
         self._name = unique_name(root.world.random)
@@ -257,7 +259,9 @@ class WorkerService:
         try:
             with (
                 frozen_heap(),
-                open_handover(self._role, model, world.clock, self._transfer) as handover,
+                open_handover(
+                    self._role, model, world.clock, self._transfer, self._backends.heartbeats, self._targets
+                ) as handover,
                 self._watchdog.watching(),
                 LaneServer(
                     model, self._lane, world.clock, self._lane_rules, self._serving, traces=world.traces,

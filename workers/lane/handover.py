@@ -6,8 +6,9 @@ far and this address. A decode worker fetches the blocks, imports them into its 
 as after any hand-back: what it can't fetch it computes. So neither a lost worker nor a broken transfer costs a request
 more than its prompt's computation.
 
-Handed over are answers to one prompt that another engine can resume. Without memory for the blocks, the prefill worker
-completes the answer itself; so it does with requests that were handed over, which it takes when no decode worker does.
+Handed over are answers to one prompt that another engine can resume, if they are sooner complete there
+(`pipeline.lane.placement`). Without memory for the blocks, the prefill worker completes the answer itself; so it does
+with requests that were handed over, which it takes when no decode worker does.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import structlog
 from engine.block_exchange import BlockExchange
 from engine.cache.block_tier import BlockKey, Bytes
 from engine.request import Request
+from pipeline.lane.placement import LatencyTargets, Placement, RequestSize
+from pipeline.lane.pool_loads import PoolLoads
 from schemas.requests.parsing import GenerationBody
 from schemas.settings.kv_transfer import KVTransferOptions, Role
 from schemas.workers.lane import KVSource, LaneRequest
@@ -39,22 +42,52 @@ NUM_FETCHES: Final = 4
 
 
 class PrefillHandover:
-    """Offers the blocks of requests whose prompt is computed. The worker's loop calls all methods."""
+    """Offers the blocks of requests whose prompt is computed. The worker's loop calls all methods.
 
-    def __init__(self, exchange: BlockExchange, server: BlockServer) -> None:
+    Args:
+        loads: of the model's workers; None: unknown.  step_tokens: of this worker's engine.
+    """
+
+    def __init__(
+        self,
+        exchange: BlockExchange,
+        server: BlockServer,
+        loads: Callable[[], PoolLoads | None],
+        targets: LatencyTargets,
+        step_tokens: int,
+    ) -> None:
         self._exchange = exchange
         self._server = server
+        self._loads = loads
+        self._targets = targets
+        self._step_tokens = step_tokens
+        self._stayed = 0
         self._offered = 0
 
     def pays(self, request: LaneRequest, row: PreparedRow) -> bool:
         """Whether a request should go on elsewhere. One that was handed over before should not."""
         computing = row.request
-        return (
-            request.kv_source is None
-            and isinstance(row.body, GenerationBody)
-            and not computing.more
-            and len(computing.prompt_token_ids) >= self._exchange.block_tokens
-        )
+        if (
+            request.kv_source is not None
+            or not isinstance(row.body, GenerationBody)
+            or computing.more
+            or len(computing.prompt_token_ids) < self._exchange.block_tokens
+        ):
+            return False
+        is_sooner = self._is_sooner_elsewhere(computing)
+        self._stayed += not is_sooner
+        return is_sooner
+
+    def _is_sooner_elsewhere(self, request: Request) -> bool:
+        """Whether the answer, whose prompt is computed, is sooner complete at a decode worker. Yes while loads are not
+        known: that is what the roles are for."""
+        if (loads := self._loads()) is None:
+            return True
+        prompt = len(request.prompt_token_ids)
+        answer = max(1, min(request.params.max_tokens, round(loads.answer_tokens)))
+        size = RequestSize(prompt, prompt - 1, answer)
+        choices = (Placement.SPLIT, Placement.WHOLE_ON_PREFILL)
+        return loads.best(size, self._targets, choices) is Placement.SPLIT
 
     def offer(self, request_id: str) -> KVSource | None:
         """Offer the blocks of a request that is running in the engine; None: it has none, or there is no memory for
@@ -68,7 +101,12 @@ class PrefillHandover:
         """The counters since the worker began to serve the model."""
         served = self._server.served
         return HandoverMetrics(
+            role="prefill",
+            block_tokens=self._exchange.block_tokens,
+            token_bytes=self._exchange.token_bytes,
+            step_tokens=self._step_tokens,
             offered_requests=self._offered,
+            stayed_requests=self._stayed,
             refused_requests=served.refused,
             sent_bytes=served.num_bytes,
             expired_offers=served.expired,
@@ -77,11 +115,13 @@ class PrefillHandover:
 
 
 class DecodeHandover:
-    """Fetches the blocks of requests that were handed over, on threads of its own, and imports them."""
+    """Fetches the blocks of requests that were handed over, on threads of its own, and imports them. `step_tokens`: of
+    this worker's engine."""
 
-    def __init__(self, exchange: BlockExchange, client: BlockClient) -> None:
+    def __init__(self, exchange: BlockExchange, client: BlockClient, step_tokens: int) -> None:
         self._exchange = exchange
         self._client = client
+        self._step_tokens = step_tokens
         self._threads = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="kv-fetch")
         self._fetched = 0
 
@@ -113,6 +153,10 @@ class DecodeHandover:
         """The counters since the worker began to serve the model."""
         fetched = self._client.fetched
         return HandoverMetrics(
+            role="decode",
+            block_tokens=self._exchange.block_tokens,
+            token_bytes=self._exchange.token_bytes,
+            step_tokens=self._step_tokens,
             fetched_requests=self._fetched,
             received_bytes=fetched.num_bytes,
             broken_transfers=fetched.failed,

@@ -70,7 +70,7 @@ class LoadedModel:
         name: its name in requests.  aliases: other names that requests may use.
         source: the folder or file it was loaded from.
         digest: "sha256:…", see `model_digest`.  revision: as named by its origin.
-        max_num_seqs: rows of the engine's running batch.
+        max_num_seqs, max_num_batched_tokens: rows of the engine's running batch, and most tokens of a step.
         quantization, kv_dtype: of weights and KV cache, as in the engine's settings.
         facts: the engine's settings, for manifests.
         engine_name, engine_version, engine_options, sampling_defaults: see `ModelPin`.
@@ -99,6 +99,7 @@ class LoadedModel:
     sampling_defaults: SamplingDefaults | None = None
     gpu_uuids: tuple[str, ...] = ()
     weightless: bool = False
+    max_num_batched_tokens: int = 0
     block_exchange: BlockExchange | None = None
     grammars: Grammars = field(init=False, compare=False, repr=False)
 
@@ -231,6 +232,7 @@ class LoadedModel:
             kv_dtype=engine.config.kv_dtype,
             gpu_uuids=() if weightless else gpu_uuids(engine.config),
             weightless=weightless,
+            max_num_batched_tokens=engine.config.schedule.tokens,
             block_exchange=engine.block_exchange if isinstance(engine, Engine) else None,
         )
 

@@ -83,7 +83,7 @@ def test_requests_with_one_prefix_go_to_one_worker_one_after_the_other(setup: Se
         queues.add(setup.queue(chat(f"r{number}")))
         setup.router.release(f"r{number}")
     assert len(queues) == 1
-    assert setup.router.routes() == {"prefix": 10, "bound": 0, "general": 0}
+    assert setup.router.routes() == {"prefix": 10, "bound": 0, "general": 0, "decode": 0}
     assert len({setup.queue(chat(f"s{number}", system=number)) for number in range(40)}) == 4
 
 

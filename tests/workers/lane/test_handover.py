@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
+from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.client import CallSettings, answer
 from pipeline.lane.memory import MemoryLane
+from pipeline.lane.placement import LatencyTargets
 from pipeline.lane.ports import LaneSettings
+from pipeline.ports import WorkerState
 from schemas.jobs.job import Tier
 from schemas.settings.kv_transfer import KVTransferOptions, Role
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
-from schemas.workers.metrics import HandoverMetrics
+from schemas.workers.metrics import HandoverMetrics, HistogramSample, WorkerMetrics
 from tests.waiting import HANG_SECONDS, wait_for
 from tokenmill.services.handover import open_handover
 from workers.lane.requests import LaneRules
@@ -46,7 +49,14 @@ class RoleWorker:
     """A worker with a role, on threads."""
 
     def __init__(
-        self, sink: Any, model: LoadedModel, lane: MemoryLane, name: str, role: Role, options: KVTransferOptions
+        self,
+        sink: Any,
+        model: LoadedModel,
+        lane: MemoryLane,
+        name: str,
+        role: Role,
+        options: KVTransferOptions,
+        beats: MemoryHeartbeats,
     ) -> None:
         self.model = model
         self.stop = threading.Event()
@@ -56,7 +66,7 @@ class RoleWorker:
         def run() -> None:
             try:
                 with (
-                    open_handover(role, model, CLOCK, options) as handover,
+                    open_handover(role, model, CLOCK, options, beats, LatencyTargets()) as handover,
                     LaneServer(
                         model, lane.worker(name), CLOCK, LaneRules(caps={Tier.STANDARD: 300}),
                         LaneServing(emit_interval_seconds=0.01), LANE_SETTINGS, handover=handover,
@@ -100,7 +110,14 @@ def lane() -> MemoryLane:
 
 
 @pytest.fixture
-def work(kit: Any, lane: MemoryLane, models: dict[str, LoadedModel]) -> Iterator[Callable[..., RoleWorker]]:
+def beats() -> MemoryHeartbeats:
+    return MemoryHeartbeats(CLOCK, 60.0)
+
+
+@pytest.fixture
+def work(
+    kit: Any, lane: MemoryLane, models: dict[str, LoadedModel], beats: MemoryHeartbeats
+) -> Iterator[Callable[..., RoleWorker]]:
     """Starts a worker with this role: (role, options, on another lane)."""
     workers: list[RoleWorker] = []
 
@@ -108,7 +125,7 @@ def work(kit: Any, lane: MemoryLane, models: dict[str, LoadedModel]) -> Iterator
         role: Role, options: KVTransferOptions = OPTIONS, on: MemoryLane | None = None, model: str = ""
     ) -> RoleWorker:
         name = f"{role}-{len(workers)}"
-        workers.append(RoleWorker(kit.MemorySink(), models[model or role], on or lane, name, role, options))
+        workers.append(RoleWorker(kit.MemorySink(), models[model or role], on or lane, name, role, options, beats))
         return workers[-1]
 
     yield work
@@ -229,3 +246,20 @@ def test_a_request_that_failed_or_was_cancelled_is_not_handed_over(
     later = events_of(lane, replace(sent, id="r3"))
     assert isinstance(later[-1], EndEvent)
     assert prefill.metrics.offered_requests <= 2
+
+
+def test_an_answer_that_is_sooner_complete_here_is_not_handed_over(
+    kit: Any, lane: MemoryLane, work: Any, models: dict[str, LoadedModel], beats: MemoryHeartbeats
+) -> None:
+    prefill = work("prefill")
+    steps = HistogramSample(counts=(100,), seconds=1.0)
+    for name, role, blocks in (("w1", "prefill", 100), ("w2", "decode", 0)):
+        side = HandoverMetrics(role=role, block_tokens=8, token_bytes=1_000, step_tokens=64)
+        metrics = WorkerMetrics(model="tiny", steps=steps, prompt=1_000, kv_blocks=blocks, handover=side)
+        beats.send_heartbeat(WorkerState(name))
+        beats.report_metrics(name, metrics)
+    threading.Event().wait(1.5)  # the observer reads them
+    events = events_of(lane, request(models["prefill"], bodies(kit)[1], "r1"))
+    assert isinstance(events[-1], EndEvent)
+    assert events[-1].attempt == 1, "the decode worker has no room"
+    assert prefill.metrics.stayed_requests == 1
