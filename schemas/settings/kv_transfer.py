@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from schemas.requests.limits import Positive
 
@@ -17,7 +17,8 @@ class KVTransferOptions(BaseModel):
 
     Attributes:
         host, port: that a prefill worker listens on; port 0: any. Blocks are sent in the clear.
-        advertised_host: under which decode workers reach it; None: `host`.
+        advertised_host: under which decode workers reach it; None: `host`, or for 0.0.0.0 and :: the machine's address
+            towards Redis.
         max_bytes: most bytes of blocks that a prefill worker offers, and that a decode worker holds before it loads
             them.
         offer_seconds: for which an offer is valid.
@@ -36,12 +37,3 @@ class KVTransferOptions(BaseModel):
     timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     shared_memory: bool = True
     help_after_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-
-    @model_validator(mode="after")
-    def _check_host(self) -> Self:
-        if self.advertised_host is None and self.host in ("0.0.0.0", "::"):
-            raise ValueError(
-                f"host {self.host} is no address that decode workers can connect to; set advertised_host to this "
-                "machine's own, too"
-            )
-        return self

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Final
+from urllib.parse import urlsplit
 
 import structlog
 
@@ -21,6 +23,7 @@ from workers.lane.handover import DecodeHandover, LaneHandover, PrefillHandover
 from workers.model.loaded_model import LoadedModel
 
 _REFRESH_SECONDS: Final = 0.5
+_ANY_ADDRESS: Final = ("0.0.0.0", "::")
 
 logger = structlog.get_logger(__name__)
 
@@ -33,8 +36,10 @@ def open_handover(
     options: KVTransferOptions,
     heartbeats: Heartbeats,
     targets: LatencyTargets,
+    redis_url: str | None,
 ) -> Iterator[LaneHandover]:
-    """The side of a worker with this role and model. Raises `UserError` when blocks can't be served."""
+    """The side of a worker with this role and model. `redis_url`: of the server that all machines reach. Raises
+    `UserError` when blocks can't be served."""
     if role == "both":
         yield LaneHandover(role, options.help_after_seconds)
         return
@@ -47,7 +52,7 @@ def open_handover(
         yield LaneHandover(role, options.help_after_seconds, decode=DecodeHandover(exchange, client, step_tokens))
         return
     try:
-        server = BlockServer(exchange.identity, clock, options)
+        server = BlockServer(exchange.identity, clock, _with_address(options, redis_url))
     except OSError as error:
         raise UserError(
             f"TOKENMILL_KV_TRANSFER__HOST {options.host}, port {options.port}: can't listen there "
@@ -55,9 +60,20 @@ def open_handover(
         ) from error
     pools = PoolObserver(clock, heartbeats)
     with server.running(), _observing(pools):
-        logger.info("serving KV blocks", host=options.host, port=server.port)
+        logger.info("serving KV blocks", host=server.host, port=server.port)
         prefill = PrefillHandover(exchange, server, partial(pools.loads, model.name), targets, step_tokens)
         yield LaneHandover(role, options.help_after_seconds, prefill=prefill)
+
+
+def _with_address(options: KVTransferOptions, redis_url: str | None) -> KVTransferOptions:
+    """The options with the address that other workers connect to. Raises OSError if it can't be found out."""
+    if options.advertised_host is not None or options.host not in _ANY_ADDRESS or redis_url is None:
+        return options
+    url = urlsplit(redis_url)
+    family, kind, _, _, address = socket.getaddrinfo(url.hostname, url.port or 6379, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing: the system chooses the interface
+        return options.model_copy(update={"advertised_host": probe.getsockname()[0]})
 
 
 @contextmanager

@@ -191,6 +191,7 @@ class WorkerService:
         self._root = root
         self._role: Role = role
         self._transfer = settings.kv_transfer
+        self._redis_url = None if settings.redis_url is None else settings.redis_url.get_secret_value()
         self._targets = LatencyTargets(settings.lane.slo.ttft_seconds, settings.lane.slo.itl_seconds)
         self._price = price_per_hour
         self._backends = backends
@@ -260,7 +261,8 @@ class WorkerService:
             with (
                 frozen_heap(),
                 open_handover(
-                    self._role, model, world.clock, self._transfer, self._backends.heartbeats, self._targets
+                    self._role, model, world.clock, self._transfer, self._backends.heartbeats, self._targets,
+                    self._redis_url,
                 ) as handover,
                 self._watchdog.watching(),
                 LaneServer(

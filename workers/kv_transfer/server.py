@@ -95,12 +95,17 @@ class BlockServer:
             self._offers[ticket] = _Offer(blocks, size, self._clock.monotonic() + self._settings.offer_seconds)
             self._held_bytes += size
         return KVSource(
-            host=self._settings.advertised_host or self._settings.host,
+            host=self.host,
             port=self.port,
             ticket=ticket.hex(),
             machine=machine_id(),
             local_name=self._local_name,
         )
+
+    @property
+    def host(self) -> str:
+        """The address that other workers connect to."""
+        return self._settings.advertised_host or self._settings.host
 
     @property
     def port(self) -> int:
@@ -154,11 +159,11 @@ class BlockServer:
             with connection:
                 self._send(connection, send, Deadline(self._settings.timeout_seconds))
         except (TransferError, OSError) as error:
-            self.served.failed += 1
+            self._count_failure()
             if not self._is_closed:
                 logger.warning("blocks could not be sent", reason=str(error) or type(error).__name__)
         except Exception as error:  # noqa: BLE001 - of this transfer alone
-            self.served.failed += 1
+            self._count_failure()
             logger.error("blocks could not be sent", error=f"{type(error).__name__}: {error}")
         finally:
             with self._lock:
@@ -181,6 +186,10 @@ class BlockServer:
                 if self._drop(ticket):
                     self.served.blocks += len(offer.blocks)
                     self.served.num_bytes += offer.num_bytes
+
+    def _count_failure(self) -> None:
+        with self._lock:
+            self.served.failed += 1
 
     def _expire(self) -> None:
         now = self._clock.monotonic()

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from schemas.settings.kv_transfer import KVTransferOptions
 from tests.cluster.handover_cluster import HandoverCluster, handover_cluster
 from tests.servers.faulty_tcp import AnswerFault
 from tests.servers.redis import RedisServer
 from tests.waiting import HANG_SECONDS, wait_for
+from tokenmill.services.handover import _with_address
 
 CALLERS = 12
 """Requests at a time."""
@@ -191,3 +193,19 @@ def test_a_hundred_faults_lose_double_and_change_nothing(
     kinds = {"kill": 12, "stop": 18, "cut": 15, "truncate": 20, "damage": 20, "refuse": 8, "silence": 7}
     done = check(cluster, 500, kinds, model_folder, folder, tokenmill, results)
     assert done.total() == 100
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, None),
+        ({"host": "192.0.2.7"}, None),
+        ({"host": "0.0.0.0"}, "127.0.0.1"),
+        ({"host": "0.0.0.0", "advertised_host": "worker.example"}, "worker.example"),
+    ],
+)
+def test_a_worker_that_listens_everywhere_is_reached_by_its_address_towards_redis(
+    options: dict[str, str], expected: str | None
+) -> None:
+    found = _with_address(KVTransferOptions.model_validate(options), "redis://127.0.0.1:6379/0")
+    assert found.advertised_host == expected

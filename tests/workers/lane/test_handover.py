@@ -66,7 +66,7 @@ class RoleWorker:
         def run() -> None:
             try:
                 with (
-                    open_handover(role, model, CLOCK, options, beats, LatencyTargets()) as handover,
+                    open_handover(role, model, CLOCK, options, beats, LatencyTargets(), None) as handover,
                     LaneServer(
                         model, lane.worker(name), CLOCK, LaneRules(caps={Tier.STANDARD: 300}),
                         LaneServing(emit_interval_seconds=0.01), LANE_SETTINGS, handover=handover,
