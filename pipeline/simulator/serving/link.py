@@ -22,12 +22,14 @@ class LinkSettings:
         latency_seconds: from the first token to the first byte: the lane, and a round trip.
         round_trip_seconds, window_bytes: a transfer has at most a window in flight, so it moves at most one in a round
             trip; None: no bound.
+        max_fetches: transfers that a decode worker receives at a time (`workers/lane/handover.py`).
     """
 
     bytes_per_second: float = 12.5e9
     latency_seconds: float = 0.005
     round_trip_seconds: float = 0.0002
     window_bytes: float | None = 64 * 2**20
+    max_fetches: int = 4
 
     @property
     def bytes_per_second_of_one(self) -> float:

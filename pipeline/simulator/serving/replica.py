@@ -64,7 +64,7 @@ class SimulatedReplica:
         kv_tokens, kv_tokens_used: for which its cache has room, and that are reserved.
         rows, context_tokens: that decode, and the tokens that they read in the next step.
         prompts: admitted ones that are not computed yet.
-        is_stepping: a step is running.
+        is_stepping: a step is running.  fetches: transfers that it receives.
         computed_tokens, steps, busy_seconds: in total.
     """
 
@@ -77,6 +77,7 @@ class SimulatedReplica:
     context_tokens: int = 0
     prompts: deque[SimulatedRequest] = field(default_factory=deque)
     is_stepping: bool = False
+    fetches: int = 0
     computed_tokens: int = 0
     steps: int = 0
     busy_seconds: float = 0.0
@@ -117,10 +118,13 @@ class SimulatedReplica:
         self._joined, self._joining = self._joining, []
         for request in self._joined:
             self.decode(request)
-        self._chunks = self._planned_chunks()
+        self._chunks = self._chunks_of(self.settings.step_tokens - self.rows)
         if not self._chunks and not self.rows:
             return None
         self._seconds = self._step_seconds(self._chunks)
+        if self._chunks and self.rows and self._seconds > self.settings.itl_seconds:
+            self._chunks = self._chunks_in_time()
+            self._seconds = self._step_seconds(self._chunks)
         self.is_stepping = True
         return self._seconds
 
@@ -150,12 +154,9 @@ class SimulatedReplica:
         self.context_tokens += request.prompt_tokens + 1
         heapq.heappush(self._ends, (self.steps + request.answer_tokens - 1, request.number, request))
 
-    def _planned_chunks(self) -> list[tuple[SimulatedRequest, int]]:
-        budget = self.settings.step_tokens - self.rows
-        chunks = self._chunks_of(budget)
-        if not self.rows or self._step_seconds(chunks) <= self.settings.itl_seconds:
-            return chunks
-        low, high = MIN_CHUNK_TOKENS, max(MIN_CHUNK_TOKENS, sum(tokens for _, tokens in chunks))
+    def _chunks_in_time(self) -> list[tuple[SimulatedRequest, int]]:
+        """The chunks of a step that is too long, made smaller."""
+        low, high = MIN_CHUNK_TOKENS, max(MIN_CHUNK_TOKENS, sum(tokens for _, tokens in self._chunks))
         while high - low >= CHUNK_STEP_TOKENS:  # low is in time, or the least; high is not
             middle = (low + high) // 2
             if self._step_seconds(self._chunks_of(middle)) <= self.settings.itl_seconds:

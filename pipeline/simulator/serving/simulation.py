@@ -124,7 +124,6 @@ class _ServingSimulation:
         self._decode = _pool(deployment.decode, requests, numbers)
         self._prefill = None if deployment.prefill is None else _pool(deployment.prefill, requests, numbers)
         self._handovers: deque[tuple[SimulatedRequest, SimulatedReplica]] = deque()
-        self._fetching = 0
         self._links: SharedLinks[tuple[SimulatedRequest, SimulatedReplica, SimulatedReplica]] = SharedLinks(link)
         self._link_serial = 0
         self._answer_tokens = sum(request.answer_tokens for request in requests) / max(1, len(requests))
@@ -169,11 +168,16 @@ class _ServingSimulation:
         size = RequestSize(request.prompt_tokens, request.cached_tokens, request.answer_tokens)
         transfer = TransferCost(
             self._kv_bytes_per_token, self._link.bytes_per_second_of_one, self._link.latency_seconds,
-            self._links.waiting_bytes() / len(self._prefill.replicas),
+            self._waiting_bytes() / len(self._prefill.replicas),
         )  # fmt: skip
         return place(
             size, self._prefill_load(self._prefill), self._decode_load(self._prefill), transfer, self._targets
         ).placement
+
+    def _waiting_bytes(self) -> float:
+        """Bytes of keys and values that are on their way, or wait to be fetched."""
+        tokens = sum(request.prompt_tokens for request, _ in self._handovers)
+        return self._links.waiting_bytes() + tokens * self._kv_bytes_per_token
 
     @property
     def _kv_bytes_per_token(self) -> float:
@@ -197,7 +201,7 @@ class _ServingSimulation:
         )
         return DecodeLoad(
             workers=number,
-            running_rows=rows + self._fetching,
+            running_rows=rows + sum(replica.fetches for replica in pool.replicas),
             waiting_rows=len(self._handovers) + coming,
             waiting_tokens=pool.waiting_tokens,
             kv_tokens=sum(replica.kv_tokens for replica in pool.replicas),
@@ -226,14 +230,13 @@ class _ServingSimulation:
             self._at(self._now + seconds, partial(self._end_step, pool, replica))
 
     def _admit(self, pool: _Pool, replica: SimulatedReplica) -> None:
-        """Take prompts while the step has tokens left for them. Split requests whose prompt is computed go first."""
-        if pool is self._decode and self._handovers:
-            return
+        """Take prompts while the step has tokens left for them, and room is left for the next split request."""
+        kept = self._handovers[0][0].total_tokens if pool is self._decode and self._handovers else 0
         left = pool.settings.step_tokens - replica.rows - replica.prompt_tokens_left
         while pool.queue and left > 0:
             request = pool.queue[0]
             tokens = _reserved_tokens(request)
-            if not replica.has_room(tokens):
+            if not replica.has_room(tokens + kept):
                 return
             pool.queue.popleft()
             replica.reserve(tokens)
@@ -265,12 +268,13 @@ class _ServingSimulation:
         """Let decode workers with room fetch keys and values, each the one with the most room."""
         while self._handovers:
             request, source = self._handovers[0]
-            target = max(self._decode.replicas, key=lambda one: (one.kv_tokens - one.kv_tokens_used, -one.number))
-            if not target.has_room(request.total_tokens):
+            free = [one for one in self._decode.replicas if one.fetches < self._link.max_fetches]
+            target = min(free, key=lambda one: (one.kv_tokens_used, one.number), default=None)
+            if target is None or not target.has_room(request.total_tokens):
                 return
             self._handovers.popleft()
             target.reserve(request.total_tokens)
-            self._fetching += 1
+            target.fetches += 1
             self._at(self._now + self._link.latency_seconds, partial(self._start_transfer, request, source, target))
 
     def _start_transfer(self, request: SimulatedRequest, source: SimulatedReplica, target: SimulatedReplica) -> None:
@@ -289,11 +293,12 @@ class _ServingSimulation:
         if serial != self._link_serial or self._prefill is None:
             return
         for request, source, target in self._links.ended(self._now):
-            self._fetching -= 1
+            target.fetches -= 1
             source.release(request.prompt_tokens)
             target.join(request)
             if not target.is_stepping:
                 self._begin_step(self._decode, target)
+        self._fetch()
         self._expect_transfer()
         self._wake(self._prefill)
 

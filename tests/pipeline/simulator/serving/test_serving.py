@@ -72,6 +72,19 @@ def test_a_transfer_takes_its_latency_and_its_bytes() -> None:
     assert max(outcome.single_itls) == pytest.approx(longer + ROOFLINE.step_seconds(1, 1_001))
 
 
+def test_a_decode_worker_fetches_so_many_at_a_time() -> None:
+    seconds = 1_000 * ROOFLINE.model.kv_bytes_per_token / 1e9
+
+    def gaps(fetches: int) -> list[float]:
+        link = LinkSettings(bytes_per_second=1e9, latency_seconds=0.0, window_bytes=None, max_fetches=fetches)
+        # The first is computed alone; the next two in one step, and their transfers begin together.
+        requests = [request(1, 1), request(1_000, 2, at=1e-6, number=1), request(1_000, 2, at=1e-6, number=2)]
+        return sorted(run(requests, SPLIT, link).single_itls)
+
+    assert gaps(2) == pytest.approx([2 * seconds, 2 * seconds], rel=0.1), "they share the link"
+    assert gaps(1) == pytest.approx([seconds, 2 * seconds], rel=0.1)
+
+
 def test_a_saturated_worker_decodes_at_the_rooflines_rate() -> None:
     rows, answer = WORKER.max_rows, 400
     outcome = run([request(1, answer, number=number) for number in range(rows)])
