@@ -12,6 +12,7 @@ from typing import BinaryIO, Final, Protocol
 
 from pipeline.counters import DeadLetterCounts, UnexpectedErrors
 from pipeline.tracing import NO_TRACES, Traces
+from schemas.settings.kv_transfer import Role
 from schemas.workers.metrics import WorkerMetrics
 
 
@@ -112,6 +113,7 @@ class WorkerState:
         passed_over: shards that it took, could not work on, and won't take again for a while.
         max_num_seqs: rows of its engine's batch; None: no model is loaded yet.
         takes_lane_requests: it takes new interactive requests, those that are addressed to it included.
+        role: what it computes of interactive requests.
     """
 
     name: str
@@ -124,6 +126,7 @@ class WorkerState:
     passed_over: frozenset[tuple[str, int]] = frozenset()
     max_num_seqs: int | None = None
     takes_lane_requests: bool = False
+    role: Role = "both"
 
 
 class Heartbeats(Protocol):

@@ -8,6 +8,8 @@ earliest first; starting workers contribute nothing during their cold start. `ah
 well before that, as long as each worker has enough work that its cold start is small in comparison: an hour of work
 costs the same on any number of machines, so only cold starts make speed expensive. `retained`: the number that has work
 now. While there are callers each of the three is at least one: a request on the lane starts a worker if there is none.
+In a pool of prefill or of decode workers `ahead` and `retained` are at least what interactive requests need, which the
+observation measures (`pool_observer`).
 The pool grows to the larger of `hard` and `ahead`, shrinks to the larger of `hard` and `retained`, and stays unchanged
 in between; this band is wide enough that the pool settles. Cooldowns, step limits and a bound on changes per hour
 always apply.
@@ -36,6 +38,7 @@ class PoolObservation:
         callers: open interactive requests, at workers or on the lane.
         callers_waiting: of these, the ones that are in no batch yet.
         kv_used: mean share of KV caches in use; None: not known.
+        interactive_workers: workers that interactive requests need, of a pool with a role; 0.0 in other pools.
     """
 
     demands: Sequence[Demand] = ()
@@ -44,6 +47,7 @@ class PoolObservation:
     callers: int = 0
     callers_waiting: int = 0
     kv_used: float | None = None
+    interactive_workers: float = 0.0
 
     @property
     def work(self) -> float:
@@ -110,6 +114,8 @@ def decide(limits: ScalingLimits, memory: PolicyState, observed: PoolObservation
     retained = max(careful, ceil(observed.work / limits.scale_down_work_seconds))
     if observed.callers:
         hard, ahead, retained = max(hard, 1), max(ahead, 1), max(retained, 1)
+    interactive = ceil(observed.interactive_workers)
+    ahead, retained = max(ahead, interactive), max(retained, interactive)
     target, reason = _target(limits, observed, before, hard, ahead, retained)
     if before == 0 and target and _may_gather(limits, observed, fleet, due, hard):
         target, reason = 0, "gathering work"
@@ -149,7 +155,9 @@ def _target(
     if most > before and (most == hard or most > before * (1 + limits.growth_tolerance)):
         if not before and observed.callers and observed.work < limits.scale_up_work_seconds:
             return most, "callers wait"
-        return most, "deadlines" if most == hard else pressed or "backlog"
+        if most == hard:
+            return most, "deadlines"
+        return most, "interactive requests" if most == ceil(observed.interactive_workers) else pressed or "backlog"
     if before > retained:
         if pressed or (
             observed.callers and (observed.ttft_p95 or 0.0) > limits.ttft_settled_share * limits.ttft_target_seconds

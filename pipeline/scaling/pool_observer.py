@@ -1,4 +1,10 @@
-"""Observes pools: combines the root's open jobs, heartbeats and worker metrics into the policy's input."""
+"""Observes pools: combines the root's open jobs, heartbeats and worker metrics into the policy's input.
+
+Of a model with prefill and decode workers (`worker --role`) each role is a pool, and needs as many workers as its own
+resource is used: prefill workers are bound by arithmetic, so by the time in which they compute prompts, and by the
+prompts that wait; decode workers by memory, so by their KV caches, and by the answers that wait for room in them
+(DistServe, Zhong et al. 2024, section 3).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +21,7 @@ from pipeline.scaling.open_work import OpenJobSummary
 from pipeline.scaling.policy import PoolObservation
 from schemas.jobs.job import Tier
 from schemas.settings.autoscaling import AutoscaleOptions, ScalingLimits
+from schemas.settings.kv_transfer import Role
 from schemas.workers.metrics import LATENCY_BOUNDS, WorkerMetrics
 
 TTFT_SAMPLES: Final = 20
@@ -26,11 +33,12 @@ TTFT_SECONDS: Final = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Workers that serve the same models, by the models' names."""
+    """Workers that serve the same models, by the models' names, and have the role; "both": of any role."""
 
     name: str
     models: tuple[str, ...]
     limits: ScalingLimits
+    role: Role = "both"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +75,7 @@ def pools_of(options: AutoscaleOptions, models: Set[str]) -> list[Pool]:
     """The pools that the settings name, and one for each other model. A pool without any of the models is left out: its
     first worker is still starting, and a decision for zero workers would end it."""
     named = [
-        Pool(name, pool.models, pool.limits or options.limits)
+        Pool(name, pool.models, pool.limits or options.limits, pool.role)
         for name, pool in sorted(options.pools.items())
         if not models.isdisjoint(pool.models)
     ]
@@ -80,13 +88,14 @@ def observe(pool: Pool, seen: RootObservation, before: FirstTokens) -> tuple[Poo
 
     Requests on the lane are callers of the pool that serves their model, also while it has no worker.
     All remaining tokens of a job with several models count, at the throughput of the slowest model that the pool
-    serves: only the job's plan has the division by model.
+    serves: only the job's plan has the division by model. A pool of prefill workers has no jobs: they count for the
+    decode workers of the model.
     """
     speeds = {
         model.model: model.tokens_per_second for model in seen.backlog_metrics.models if model.model in pool.models
     }
     demands = []
-    for job, _, left in seen.jobs:
+    for job, _, left in seen.jobs if pool.role != "prefill" else ():
         names = {pin.name for pin in job.models} & speeds.keys()
         if names and left > 0:
             demands.append(
@@ -97,20 +106,76 @@ def observe(pool: Pool, seen: RootObservation, before: FirstTokens) -> tuple[Poo
                     job.tier is Tier.BULK,
                 )
             )
-    own = [
+    serving = [
         worker for worker in seen.workers
         if not worker.draining and any(seen.keys.get(key) in pool.models for key in worker.models)
     ]  # fmt: skip
+    own = [worker for worker in serving if pool.role in ("both", worker.role)]
     metrics = [seen.metrics[worker.name] for worker in own if worker.name in seen.metrics]
     p95, first_tokens = _ttft(_counts(metrics), before, seen.at.timestamp())
     used = [one.kv_blocks_used / one.kv_blocks for one in metrics if one.kv_blocks]
     # Requests that a worker has taken and not begun to answer are on the lane as well.
-    waiting = max(sum(one.lane_waiting for one in metrics), sum(seen.callers.get(name, 0) for name in pool.models))
+    waiting = max(sum(one.lane_waiting for one in metrics), _on_lane(pool, seen, serving))
     observed = PoolObservation(
         demands, len(own), p95, sum(one.lane_open for one in metrics) + waiting, waiting,
-        sum(used) / len(used) if used else None,
+        sum(used) / len(used) if used else None, interactive_workers(pool, metrics, waiting),
     )  # fmt: skip
     return observed, first_tokens
+
+
+def _on_lane(pool: Pool, seen: RootObservation, serving: Sequence[WorkerState]) -> int:
+    """Requests on the lane that wait for the pool. The lane doesn't say which of them have their prompt computed: those
+    that decode workers have taken do, and the rest counts for the prefill workers. Where one of the roles has no worker
+    all count, so that its first one is started."""
+    on_lane = sum(seen.callers.get(name, 0) for name in pool.models)
+    if pool.role == "both":
+        return on_lane
+    if {"prefill", "decode"} - {worker.role for worker in serving}:
+        return on_lane
+    decoding = sum(
+        seen.metrics[worker.name].lane_waiting
+        for worker in serving if worker.role == "decode" and worker.name in seen.metrics
+    )  # fmt: skip
+    return max(0, on_lane - decoding) if pool.role == "prefill" else decoding
+
+
+def interactive_workers(pool: Pool, metrics: Sequence[WorkerMetrics], waiting: int) -> float:
+    """Workers that a pool's interactive requests need; 0.0 for a pool of both roles, and while nothing is measured.
+
+    Args:
+        waiting: interactive requests that no worker has begun.
+    """
+    if pool.role == "prefill":
+        return _prefill_workers(pool.limits, metrics, waiting)
+    return _decode_workers(pool.limits, metrics, waiting) if pool.role == "decode" else 0.0
+
+
+def _prefill_workers(limits: ScalingLimits, metrics: Sequence[WorkerMetrics], waiting: int) -> float:
+    """Those that compute prompts as they come, at the target share of their time, and those that compute the waiting
+    ones within the TTFT target."""
+    seconds, prompt_tokens = sum(one.steps.seconds for one in metrics), sum(one.prompt for one in metrics)
+    first_tokens = sum(tier.ttft.samples for one in metrics for tier in one.tiers.values())
+    if not (seconds and prompt_tokens and first_tokens):
+        return 0.0
+    interactive = sum(one.tiers[Tier.INTERACTIVE].ttft.samples for one in metrics if Tier.INTERACTIVE in one.tiers)
+    rate = prompt_tokens / seconds
+    arriving = sum(one.rates.prompt for one in metrics) * interactive / first_tokens
+    queued = waiting * prompt_tokens / first_tokens
+    return arriving / rate / limits.interactive_target_share + queued / rate / limits.ttft_target_seconds
+
+
+def _decode_workers(limits: ScalingLimits, metrics: Sequence[WorkerMetrics], waiting: int) -> float:
+    """Those whose KV caches hold the running answers and the waiting ones, at the target share."""
+    used, running = 0.0, 0
+    for one in metrics:
+        rows = sum(tier.running for tier in one.tiers.values())
+        tier = one.tiers.get(Tier.INTERACTIVE)
+        if tier is not None and rows and one.kv_blocks:
+            used += one.kv_blocks_used / one.kv_blocks * tier.running / rows
+            running += tier.running
+    if not running:
+        return 0.0
+    return (used + waiting * used / running) / limits.interactive_target_share
 
 
 def _counts(metrics: Collection[WorkerMetrics]) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ from schemas.jobs.checkpoints import CheckpointHead, FinishedRows, encode
 from schemas.jobs.job import Job, Tier
 from schemas.jobs.outcome import WorkerTime
 from schemas.jobs.plan import ShardRef
+from schemas.settings.kv_transfer import Role
 from schemas.workers.metrics import WorkerMetrics
 
 logger = structlog.get_logger(__name__)
@@ -76,6 +77,7 @@ class ShardClient:
         no_more: returns whether no shard will ever come again.
         price_per_hour: the worker's price, for the cost of its work; None: not configured.
         takes_lane_requests: returns whether the worker takes interactive requests now.
+        role: what it computes of them.
     """
 
     def __init__(
@@ -90,9 +92,11 @@ class ShardClient:
         models: Collection[str],
         price_per_hour: float | None = None,
         takes_lane_requests: Callable[[], bool] = lambda: False,
+        role: Role = "both",
     ) -> None:
         self.worker = worker
         self._takes_lane_requests = takes_lane_requests
+        self._role: Role = role
         self._world = world
         self._open_ledger = open_ledger
         self._queue = queue
@@ -483,4 +487,5 @@ class ShardClient:
             passed_over=frozenset(one for one, until in self._passed_over.items() if until > now),
             max_num_seqs=self._load.max_num_seqs,
             takes_lane_requests=self._takes_lane_requests(),
+            role=self._role,
         )  # fmt: skip

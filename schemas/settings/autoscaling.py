@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
+from schemas.settings.kv_transfer import Role
 from schemas.stored import Count, StoredReport
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -41,6 +42,8 @@ class ScalingLimits(BaseModel):
         ttft_settled_share: share of `ttft_target_seconds` below which the pool may shrink.
         kv_pressure_share: share of the KV caches from which on queued interactive requests count as pressure.
         pressure_step_share: share of the workers that are added under pressure; one at least.
+        interactive_target_share: target share of a pool with a role that interactive requests use: of the time of
+            prefill workers, and of the KV caches of decode workers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,6 +73,7 @@ class ScalingLimits(BaseModel):
     ttft_settled_share: Annotated[float, Field(gt=0, le=1)] = 0.7
     kv_pressure_share: Annotated[float, Field(gt=0, le=1)] = 0.95
     pressure_step_share: Above = 0.25
+    interactive_target_share: Annotated[float, Field(gt=0, le=1)] = 0.7
 
     @model_validator(mode="after")
     def _least_is_not_more(self) -> ScalingLimits:
@@ -85,12 +89,15 @@ class PoolOptions(BaseModel):
 
     Attributes:
         models: their names in requests.  limits: None: those of all pools.
+        role: of the workers (`worker --role`). A model has one pool of both roles, or one of each; shards of jobs count
+            for the decode workers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     models: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
     limits: ScalingLimits | None = None
+    role: Role = "both"
 
 
 class AutoscaleOptions(BaseModel):
@@ -110,9 +117,16 @@ class AutoscaleOptions(BaseModel):
 
     @model_validator(mode="after")
     def _one_pool_each(self) -> AutoscaleOptions:
-        models = [model for pool in self.pools.values() for model in pool.models]
-        if len(set(models)) != len(models):
-            raise ValueError(f"two pools have the model {max(models, key=models.count)!r}; name it in one")
+        roles: dict[str, list[Role]] = {}
+        for pool in self.pools.values():
+            for model in pool.models:
+                roles.setdefault(model, []).append(pool.role)
+        for model, its in roles.items():
+            if len(its) > 1 and sorted(its) != ["decode", "prefill"]:
+                raise ValueError(
+                    f"the model {model!r} is in pools of the roles {', '.join(its)}; name it in one pool, or in one of "
+                    "the role prefill and one of the role decode"
+                )
         return self
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
+from schemas.settings.kv_transfer import Role
 from schemas.stored import Count, StoredReport
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=255)]
@@ -25,3 +26,4 @@ class StoredHeartbeat(StoredReport):
     passed_over: tuple[tuple[Name, Count], ...] = ()
     max_num_seqs: Count | None = None
     takes_lane_requests: bool = False
+    role: Role = "both"

@@ -253,7 +253,7 @@ class WorkerService:
         client = ShardClient(
             self._name, world, self._root.ledger, self._backends.queue, self._backends.heartbeats, lambda: False,
             models=[key], price_per_hour=self._price,
-            takes_lane_requests=lambda: self._role != "decode" and not stop.is_set(),
+            takes_lane_requests=lambda: self._role != "decode" and not stop.is_set(), role=self._role,
         )  # fmt: skip
         self._client = client
         logger.info("model's turn", model=model.name, key=key)

@@ -95,6 +95,7 @@ class RedisHeartbeats:
             passed_over=tuple(sorted(state.passed_over)),
             max_num_seqs=state.max_num_seqs,
             takes_lane_requests=state.takes_lane_requests,
+            role=state.role,
         )
         keys = [*self._marks, self._index, self._key(state.name)]
         with self._client.translate_errors("leave a heartbeat"):
@@ -175,4 +176,5 @@ class RedisHeartbeats:
             passed_over=frozenset(record.passed_over),
             max_num_seqs=record.max_num_seqs,
             takes_lane_requests=record.takes_lane_requests,
+            role=record.role,
         )

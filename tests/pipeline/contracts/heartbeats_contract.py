@@ -34,6 +34,7 @@ WHOLE = WorkerState(
     passed_over=frozenset({("job-a", 7)}),
     max_num_seqs=1024,
     takes_lane_requests=True,
+    role="prefill",
 )
 
 METRICS = WorkerMetrics(

@@ -173,8 +173,13 @@ def check(
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_one_worker(
-    cluster: HandoverCluster, model_folder: Path, folder: Path, tokenmill: Any, results: Any
+def test_answers_are_those_of_one_worker_and_each_role_is_a_pool(
+    cluster: HandoverCluster,
+    model_folder: Path,
+    folder: Path,
+    tokenmill: Any,
+    results: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kinds = {"truncate": 4, "damage": 4, "cut": 2, "stop": 1}
     check(cluster, 48, kinds, model_folder, folder, tokenmill, results)
@@ -184,6 +189,13 @@ def test_answers_are_those_of_one_worker(
 
     wait_for(lambda: handovers("prefill-1", "sent") >= 40, "answers of one token end where their prompt was computed")
     wait_for(lambda: all(handovers(name, "received") for name in WORKERS[1:]), "both continue answers")
+
+    for name, value in cluster.variables.items():
+        monkeypatch.setenv(name, value)
+    pools = {name: {"models": ["tiny"], "role": name} for name in ("prefill", "decode")}
+    monkeypatch.setenv("TOKENMILL_AUTOSCALE__POOLS", json.dumps(pools))
+    decided = json.loads(tokenmill("autoscale", "--once", "--dry-run", "--json").out)["pools"]
+    assert {pool["pool"]: pool["live"] for pool in decided} == {"prefill": 1, "decode": 2}
 
 
 @pytest.mark.exhaustive
