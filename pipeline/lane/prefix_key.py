@@ -47,16 +47,25 @@ def _prefix(url: str, body: Mapping[str, Any]) -> bytes:
 
 
 def _chat_prefix(body: Mapping[str, Any]) -> bytes:
-    """A system prompt with the tools is the whole key where it is long enough: what follows differs from chat to chat,
-    and would part those that share it. A short one says little about the chat, so the first message behind it counts
-    too. Later messages never count: all turns of a conversation are to find the cache of the turn before."""
+    """A system prompt with the tools is the whole key of a first turn, where it is long enough: what follows differs
+    from chat to chat, and would part those that share it. A short one says little about the chat, so the first message
+    behind it counts too.
+
+    Of a later turn, which has an answer, that message always counts, however short it is: the workers have the system
+    prompt by then, and one of them the conversation. Later messages never count: all turns are to find the cache of the
+    turn before."""
     messages: Sequence[Mapping[str, Any]] = body.get("messages") or ()
     system = list(takewhile(lambda message: message.get("role") in _SYSTEM_ROLES, messages))
     tools = body.get("tools")
     shared = b"".join(orjson.dumps(part) for part in ((tools, *system) if tools else system))
-    if len(shared) >= MIN_PREFIX_BYTES or len(system) == len(messages):
+    is_later_turn = any(message.get("role") == "assistant" for message in messages)
+    if len(system) == len(messages) or (len(shared) >= MIN_PREFIX_BYTES and not is_later_turn):
         return shared
-    return (shared + orjson.dumps(messages[len(system)]))[:MAX_PREFIX_BYTES]
+    first = orjson.dumps(messages[len(system)])[:MAX_PREFIX_BYTES]
+    if not is_later_turn:
+        return (shared + first)[:MAX_PREFIX_BYTES]
+    is_long = len(shared) + len(first) >= MIN_PREFIX_BYTES or len(orjson.dumps(messages)) >= MIN_PREFIX_BYTES
+    return (shared + first).ljust(MIN_PREFIX_BYTES) if is_long else b""
 
 
 def _completion_prefix(prompt: Any) -> bytes:

@@ -31,7 +31,7 @@ def completion_key(prompt: Any) -> bytes | None:
 def test_chats_with_one_long_system_prompt_share_it_whatever_follows(role: str) -> None:
     first = key(message(role, LONG), message("user", "one"))
     assert first is not None
-    assert first == key(message(role, LONG), message("user", "two" * 5_000), message("assistant", "x"))
+    assert first == key(message(role, LONG), message("user", "two" * 5_000))
     assert first == key(message(role, LONG))
     assert first != key(message(role, LONG + "."), message("user", "one"))
 
@@ -49,6 +49,29 @@ def test_all_turns_of_a_conversation_share_its_first_message() -> None:
     assert first == key(message("system", SHORT), message("user", question), *later)
     assert first != key(message("system", SHORT), message("user", "And " + question), *later)
     assert first != key(message("user", question), *later)
+
+
+def test_conversations_behind_one_long_system_prompt_have_keys_of_their_own() -> None:
+    def turn(question: str, *later: str) -> bytes | None:
+        roles = ("assistant", "user")
+        messages = [message(roles[number % 2], text) for number, text in enumerate(later)]
+        return key(message("system", LONG), message("user", question), *messages)
+
+    first, second = turn("Where is it?", "There.", "Why?"), turn("Who is it?", "She.", "Why?")
+    assert None not in (first, second)
+    assert first != second
+    assert first == turn("Where is it?", "There.", "Why?", "So.", "And then?")
+    assert turn("Where is it?") == turn("Who is it?") != first
+
+
+def test_a_long_conversation_with_a_short_beginning_has_a_key() -> None:
+    begin, answer = message("user", "Hi"), message("assistant", "Hello! " * 50)
+    assert key(begin) is None
+    assert key(begin, message("assistant", "Hello!"), message("user", "Bye")) is None
+    later = key(begin, answer, message("user", "Why?"))
+    assert later is not None
+    assert later == key(begin, answer, message("user", "Why?"), message("assistant", "So."), message("user", "Oh"))
+    assert later != key(message("user", "Ho"), answer, message("user", "Why?"))
 
 
 def test_prompts_that_part_late_share_their_beginning() -> None:
