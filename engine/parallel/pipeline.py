@@ -25,9 +25,9 @@ from engine.models.base import Attend, ModelSpec
 from engine.plan import CacheGroup
 from engine.runner.memory import plan_cache
 
-BALANCE_TOKENS: Final = {"cuda": 256, "cpu": 16}
+BALANCE_TOKENS: Final = {"cuda": 256, "cpu": 25}
 """Tokens that take as long to compute as the weights take to read, by kind of device. On an H100 990 TFLOP/s of
-products in 16 bits stand against 3.35 TB/s: 296 tokens. A core of a CPU has far fewer operations per byte."""
+products in 16 bits stand against 3.35 TB/s: 296 tokens. On a CPU: as `benchmarks/stages.py` measures it, in float32."""
 
 
 def divide_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
