@@ -1,4 +1,4 @@
-"""A minimal cluster for streams: gateways and null workers as processes, with a real Redis between them."""
+"""A minimal cluster for streams: gateways and workers as processes, with a real Redis between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -30,12 +30,12 @@ class LaneCluster:
     """Processes by name: "gateway-…" and "worker-…".
 
     Attributes:
-        engine: options of workers.  variables: settings of all processes.
+        worker: the program of workers, with its options.  variables: settings of all processes.
     """
 
     folder: Path
     redis: RedisServer
-    engine: tuple[str, ...]
+    worker: tuple[str, ...]
     variables: dict[str, str]
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _ports: dict[str, int] = field(default_factory=dict)
@@ -47,13 +47,13 @@ class LaneCluster:
     def start(self, *names: str) -> None:
         """Start these, or start them again, and wait until all are up; a gateway has the same URL each time."""
         for name in names:
-            program = (*NULL_WORKER, *self.engine, "--meters", self.meters)
+            program = self.worker
             if name.startswith("gateway"):
                 port = self._ports.setdefault(name, free_port())
-                program = ("-m", "tokenmill", "gateway", "--port", port)
+                program = ("-m", "tokenmill", "gateway", "--port", str(port))
             with self._log_of(name).open("ab") as log:
                 self.processes[name] = subprocess.Popen(
-                    [sys.executable, *map(str, program)], stdout=log, stderr=log, env={**os.environ, **self.variables}
+                    [sys.executable, *program], stdout=log, stderr=log, env={**os.environ, **self.variables}
                 )
         starts = {name: self._count_starts(name) for name in names}
         for name in names:
@@ -90,14 +90,23 @@ class LaneCluster:
         return self._count_starts(name) > starts_before
 
 
-@contextmanager
-def lane_cluster(folder: Path, engine: Sequence[object], redis: RedisServer, **variables: str) -> Iterator[LaneCluster]:
-    """Only Redis runs in it yet; all started processes end with the block."""
+def lane_cluster(
+    folder: Path, engine: Sequence[object], redis: RedisServer, **variables: str
+) -> AbstractContextManager[LaneCluster]:
+    """A cluster of null workers with these options. Only Redis runs in it yet; all started processes end with the
+    block."""
     (folder / "meters").mkdir(parents=True)
+    worker = (*NULL_WORKER, *(str(option) for option in engine), "--meters", str(folder / "meters"))
+    return cluster_of(folder, worker, redis, **variables)
+
+
+@contextmanager
+def cluster_of(folder: Path, worker: Sequence[str], redis: RedisServer, **variables: str) -> Iterator[LaneCluster]:
+    """A cluster of workers of this program; as `lane_cluster`."""
     made = LaneCluster(
         folder,
         redis,
-        tuple(str(option) for option in engine),
+        tuple(worker),
         {
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
