@@ -80,8 +80,8 @@ class BlockExchange:
         return [ExportedBlock(key, self.block_bytes[key.group], content) for key, content in found]
 
     def import_blocks(self, blocks: Iterable[tuple[BlockKey, Bytes]]) -> None:
-        """Insert blocks into the prefix cache: uint8 [bytes of a block of the group], by a name of `names`. Requests
-        that are added afterwards hit them."""
-        for key, data in blocks:
+        """Insert blocks into the prefix cache: uint8 [bytes of a block of the group], by a name of `names`, the
+        beginning of a prefix first. Requests that are added afterwards hit them."""
+        for key, data in reversed(list(blocks)):  # without its beginning, the rest of a prefix is of no use
             assert len(data) == self.block_bytes[key.group], "whoever received it has compared its size"
             self._imported.store(key, data)

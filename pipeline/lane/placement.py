@@ -259,4 +259,4 @@ def _room_seconds(request: RequestSize, decode: DecodeLoad) -> float:
         return 0.0
     if not decode.running_rows:
         return inf
-    return missing / decode.kv_tokens_used * decode.answer_tokens * decode.step_seconds
+    return missing / max(1, decode.kv_tokens_used) * decode.answer_tokens * decode.step_seconds

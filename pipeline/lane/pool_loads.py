@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -30,7 +31,7 @@ from pipeline.runtime.availability import ServiceUnavailable
 from schemas.jobs.job import Tier
 from schemas.requests.parsing import CHAT_URL, COMPLETIONS_URL
 from schemas.workers.lane import LaneRequest
-from schemas.workers.metrics import HandoverMetrics, WorkerMetrics
+from schemas.workers.metrics import HandoverMetrics, HistogramSample, WorkerMetrics
 
 DEFAULT_BYTES_PER_SECOND: Final = 1e9
 """Of a link on which nothing was transferred yet."""
@@ -39,6 +40,7 @@ HANDOVER_SECONDS: Final = 0.02
 """What a hand-over takes beside its bytes: two ways over the lane."""
 
 _REFRESH_SECONDS: Final = 2.0
+_RECENT_SECONDS: Final = 30.0
 _STALE_SECONDS: Final = 15.0
 """Loads that were read longer ago are not used."""
 
@@ -73,7 +75,8 @@ class PoolLoads:
 
 
 def pool_loads(workers: Iterable[WorkerMetrics]) -> PoolLoads | None:
-    """Return the loads of one model's workers; None: there is no prefill worker, or a pool has computed nothing yet."""
+    """Return the loads of one model's workers; None: there is no prefill worker, a pool has computed nothing, or no
+    answer has ended yet."""
     by_role: dict[str, list[tuple[WorkerMetrics, HandoverMetrics]]] = {"prefill": [], "decode": []}
     for one in workers:
         if one.handover is not None:
@@ -82,14 +85,14 @@ def pool_loads(workers: Iterable[WorkerMetrics]) -> PoolLoads | None:
     metrics = [one for one, _ in (*prefill, *decode)]
     tokens_per_second = _prompt_rate([one for one, _ in prefill])
     step_seconds = _step_seconds([one for one, _ in decode or prefill])
-    if not prefill or not tokens_per_second or not step_seconds:
-        return None
     usage = [tier.usage for one in metrics for tier in one.tiers.values()]
     answered = sum(tier.answered for one in metrics for tier in one.tiers.values())
-    mean_prompt = sum(used.prompt for used in usage) / max(1, answered)
+    if not prefill or not tokens_per_second or not step_seconds or not answered:
+        return None
+    mean_prompt = sum(used.prompt for used in usage) / answered
     received = sum(side.received_bytes for _, side in decode)
     seconds = sum(side.fetch_seconds for _, side in decode)
-    answer_tokens = max(1.0, sum(used.completion for used in usage) / max(1, answered))
+    answer_tokens = max(1.0, sum(used.completion for used in usage) / answered)
     return PoolLoads(
         PrefillLoad(
             workers=len(prefill),
@@ -128,6 +131,7 @@ class PoolObserver:
         self._heartbeats = heartbeats
         self._lock = threading.Lock()
         self._loads: Mapping[str, PoolLoads | None] = {}
+        self._earlier: dict[str, deque[tuple[float, WorkerMetrics]]] = {}  # by worker
         self._read_at = self._refresh_at = -math.inf
 
     def refresh(self) -> None:
@@ -137,14 +141,35 @@ class PoolObserver:
             return
         self._refresh_at = now + _REFRESH_SECONDS
         try:
-            metrics = list(self._heartbeats.metrics().values())
+            read = self._heartbeats.metrics()
         except ServiceUnavailable as error:
             logger.warning("the loads of prefill and decode workers are not known", reason=str(error))
             return
+        metrics = [self._recent(name, one, now) for name, one in read.items() if one.handover is not None]
+        self._earlier = {name: known for name, known in self._earlier.items() if name in read}
         names = {one.model for one in metrics if one.handover is not None}
         loads = {name: pool_loads(one for one in metrics if one.model == name) for name in names}
         with self._lock:
             self._loads, self._read_at = loads, self._clock.monotonic()
+
+    def _recent(self, name: str, metrics: WorkerMetrics, now: float) -> WorkerMetrics:
+        """A worker's metrics with its work of the last half a minute or less, if it did any then: what it did before
+        says little about now."""
+        known = self._earlier.setdefault(name, deque())
+        if known and known[-1][1].seconds > metrics.seconds:
+            known.clear()  # it serves another model since, or begins anew
+        known.append((now, metrics))
+        while len(known) > 2 and known[1][0] <= now - _RECENT_SECONDS:
+            known.popleft()
+        before = known[0][1]
+        seconds = metrics.steps.seconds - before.steps.seconds
+        steps = metrics.steps.samples - before.steps.samples
+        prompt = metrics.prompt - before.prompt
+        if steps <= 0 or seconds <= 0 or prompt < 0:
+            return metrics
+        if not prompt and metrics.handover is not None and metrics.handover.role == "prefill":
+            return metrics  # these steps don't show how fast it computes prompts
+        return metrics.model_copy(update={"steps": HistogramSample(counts=(steps,), seconds=seconds), "prompt": prompt})
 
     def prefers_decode(self, request: LaneRequest, targets: LatencyTargets) -> bool:
         """Whether a decode worker should compute the whole of a new request. Its prompt's tokens are estimated from the

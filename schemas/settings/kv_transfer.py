@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from schemas.identifiers import Host
 from schemas.requests.limits import Positive
 
 Role = Literal["both", "prefill", "decode"]
@@ -29,9 +30,9 @@ class KVTransferOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    host: Host = "127.0.0.1"
     port: Annotated[int, Field(ge=0, lt=2**16)] = 0
-    advertised_host: Annotated[str, Field(min_length=1)] | None = None
+    advertised_host: Host | None = None
     max_bytes: Positive = 1 << 30
     offer_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0

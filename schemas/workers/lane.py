@@ -12,13 +12,12 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import AwareDatetime, ConfigDict, Field, StringConstraints, TypeAdapter
 
-from schemas.identifiers import Attempt, Id, Traceparent
+from schemas.identifiers import Attempt, Host, Id, Traceparent
 from schemas.jobs.job import Tier
 
 Text = Annotated[str, StringConstraints(max_length=4_096)]
 Sequence = Annotated[int, Field(ge=0, lt=2**53)]
 Choice = Annotated[int, Field(ge=0, lt=2**16)]
-Host = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9.:-]{0,254}$")]
 Ticket = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]{0,99}$")]
 TokenIds = tuple[Annotated[int, Field(ge=0, lt=2**31)], ...]

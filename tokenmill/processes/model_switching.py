@@ -95,7 +95,7 @@ class ModelRotation:
         try:
             queues = [queue for model in others for queue in queues_of_no_worker(model, self._steal_after_seconds)]
             for request in lane.take(queues, 1, 0.0):
-                lane.emit([HandBackEvent(request.id, request.attempt, 0)])
+                lane.emit([HandBackEvent(request.id, request.attempt, 0, request.kv_source)])
                 self.loaded, self._over = request.model, True
         except ServiceUnavailable as error:
             logger.warning("requests of other models are not seen", reason=str(error))

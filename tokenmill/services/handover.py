@@ -69,8 +69,10 @@ def _with_address(options: KVTransferOptions, redis_url: str | None) -> KVTransf
     """The options with the address that other workers connect to. Raises OSError if it can't be found out."""
     if options.advertised_host is not None or options.host not in _ANY_ADDRESS or redis_url is None:
         return options
-    url = urlsplit(redis_url)
-    family, kind, _, _, address = socket.getaddrinfo(url.hostname, url.port or 6379, type=socket.SOCK_DGRAM)[0]
+    url, family = urlsplit(redis_url), socket.AF_INET if options.host == "0.0.0.0" else socket.AF_UNSPEC
+    if url.hostname is None:
+        raise OSError("Redis has no address; set TOKENMILL_KV_TRANSFER__ADVERTISED_HOST, too")
+    family, kind, _, _, address = socket.getaddrinfo(url.hostname, url.port or 6379, family, socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # sends nothing: the system chooses the interface
         return options.model_copy(update={"advertised_host": probe.getsockname()[0]})

@@ -10,7 +10,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Final
 
 import structlog
 
@@ -21,12 +23,16 @@ from workers.kv_transfer.wire import Deadline, Expected, TransferError, receive_
 
 logger = structlog.get_logger(__name__)
 
+_CONNECT_SECONDS: Final = 2.0
+_AVOID_SECONDS: Final = 5.0
+"""How long a worker that could not be reached isn't tried again."""
+
 _Receive = Callable[[socket.socket, bytes, Expected, Deadline], Iterator[tuple[BlockKey, Bytes]]]
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedBlocks:
-    """Counts of a client. `failed`: transfers that broke off.  seconds: of all transfers."""
+    """Counts of a client. `failed`: transfers that broke off.  seconds: of the others."""
 
     blocks: int = 0
     num_bytes: int = 0
@@ -38,23 +44,41 @@ class BlockClient:
     """Fetches blocks; any thread may call it.
 
     Args:
-        timeout_seconds: of one transfer.  use_shared_memory: with workers of this machine.
+        timeout_seconds: of one transfer, its waiting included.  use_shared_memory: with workers of this machine.
     """
 
     def __init__(self, timeout_seconds: float, *, use_shared_memory: bool = True) -> None:
         self._timeout_seconds = timeout_seconds
         self._use_shared_memory = use_shared_memory
         self._lock = threading.Lock()
+        self._unreachable: dict[tuple[str, int], float] = {}  # until when it isn't tried again
+        self._connections: set[socket.socket] = set()
+        self._is_closed = False
         self.fetched = FetchedBlocks()
 
-    def fetch(self, source: KVSource, expected: Expected) -> list[tuple[BlockKey, Bytes]]:
+    def deadline(self) -> Deadline:
+        """The deadline of a fetch that is requested now."""
+        return Deadline(self._timeout_seconds)
+
+    def close(self) -> None:
+        """Cut the transfers off that are running, and begin no more."""
+        with self._lock:
+            self._is_closed = True
+            connections = list(self._connections)
+        for connection in connections:
+            with suppress(OSError):  # it may have ended
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def fetch(
+        self, source: KVSource, expected: Expected, deadline: Deadline | None = None
+    ) -> list[tuple[BlockKey, Bytes]]:
         """Return the verified blocks that arrived in time, the beginning of the prefix first."""
         found: list[tuple[BlockKey, Bytes]] = []
         began, failed = time.monotonic(), 0
-        deadline = Deadline(self._timeout_seconds)
+        deadline = deadline or self.deadline()
         try:
             connection, receive = self._connect(source, deadline)
-            with connection:
+            with connection, self._open(connection):
                 # One by one, so that those before an error are there.
                 for block in receive(connection, bytes.fromhex(source.ticket), expected, deadline):
                     found.append(block)  # noqa: PERF402
@@ -71,9 +95,22 @@ class BlockClient:
                 blocks=before.blocks + len(found),
                 num_bytes=before.num_bytes + sum(len(data) for _, data in found),
                 failed=before.failed + failed,
-                seconds=before.seconds + time.monotonic() - began,
+                seconds=before.seconds + (0.0 if failed else time.monotonic() - began),
             )
         return found
+
+    @contextmanager
+    def _open(self, connection: socket.socket) -> Iterator[None]:
+        """Let `close` cut this connection off until the block ends."""
+        with self._lock:
+            if self._is_closed:
+                raise TransferError("the worker ends")
+            self._connections.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
 
     def _connect(self, source: KVSource, deadline: Deadline) -> tuple[socket.socket, _Receive]:
         if self._use_shared_memory and source.machine == machine_id():
@@ -85,4 +122,14 @@ class BlockClient:
                 local.close()
             else:
                 return local, receive_shared
-        return socket.create_connection((source.host, source.port), timeout=self._timeout_seconds), receive_blocks
+        address, now = (source.host, source.port), time.monotonic()
+        with self._lock:
+            self._unreachable = {one: until for one, until in self._unreachable.items() if until > now}
+            if address in self._unreachable:
+                raise TransferError("its machine could not be reached a moment ago")
+        try:
+            return socket.create_connection(address, timeout=min(_CONNECT_SECONDS, deadline.left())), receive_blocks
+        except OSError:
+            with self._lock:  # the next ones of this worker don't wait for it, and others' don't wait for them
+                self._unreachable[address] = now + _AVOID_SECONDS
+            raise

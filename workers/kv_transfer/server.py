@@ -1,7 +1,7 @@
 """Serves the KV blocks of prompts that this worker computed to the workers that go on with the answers.
 
-Each offer of blocks has a ticket, a secret that is valid until the blocks were sent whole, or for some seconds. What
-all offers hold is bounded: beyond that nothing is offered, and this worker goes on with the answer itself.
+Each offer of blocks has a ticket, a secret that is valid once, for some seconds. What all offers hold is bounded:
+beyond that nothing is offered, and this worker goes on with the answer itself.
 
 Workers of other machines connect by TCP; those of this one by a Unix socket, over which they get the blocks in shared
 memory (`workers.kv_transfer.shared_memory`).
@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import structlog
@@ -35,7 +36,10 @@ from workers.kv_transfer.wire import (
 )
 
 MAX_CONNECTIONS: Final = 32
-"""Transfers at a time; further connections wait."""
+"""Transfers at a time over TCP, and over the Unix socket; further connections wait."""
+
+_HELLO_SECONDS: Final = 2.0
+"""Within which a client must say what it wants: a silent one takes another's place."""
 
 logger = structlog.get_logger(__name__)
 
@@ -75,16 +79,19 @@ class BlockServer:
         self._lock = threading.Lock()
         self._offers: dict[bytes, _Offer] = {}
         self._held_bytes = 0
-        self._room = threading.Semaphore(MAX_CONNECTIONS)
         self._connections: set[socket.socket] = set()
         self._is_closed = False
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        self._listener = socket.create_server((settings.host, settings.port), family=family, backlog=MAX_CONNECTIONS)
+        self._listener = socket.create_server(
+            (settings.host, settings.port),
+            family=socket.AF_INET6 if ":" in settings.host else socket.AF_INET,
+            backlog=MAX_CONNECTIONS,
+            dualstack_ipv6=settings.host == "::",
+        )
         self._local, self._local_name = listen_locally(MAX_CONNECTIONS)
         self.served = ServedBlocks()
 
     def offer(self, blocks: Sequence[ExportedBlock]) -> KVSource | None:
-        """Offer blocks until they were sent; returns where they are. None: there is no memory for them."""
+        """Offer blocks to one client; returns where they are. None: there is no memory for them."""
         size = sum(block.num_bytes for block in blocks)
         ticket = secrets.token_bytes(TICKET_BYTES)
         with self._lock:
@@ -101,6 +108,19 @@ class BlockServer:
             machine=machine_id(),
             local_name=self._local_name,
         )
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes can be offered now; counted as refused if not."""
+        with self._lock:
+            self._expire()
+            is_free = self._held_bytes + num_bytes <= self._settings.max_bytes
+            self.served.refused += not is_free
+            return is_free
+
+    def expire(self) -> None:
+        """Release the blocks of offers that are over."""
+        with self._lock:
+            self._expire()
 
     @property
     def host(self) -> str:
@@ -139,25 +159,27 @@ class BlockServer:
                 thread.join()
 
     def _accept(self, listener: socket.socket, send: _Send) -> None:
+        room = threading.Semaphore(MAX_CONNECTIONS)  # of this listener: the others' clients don't wait for its own
         while True:
-            self._room.acquire()
+            room.acquire()
             try:
                 connection, _ = listener.accept()
             except OSError as error:
-                self._room.release()
+                room.release()
                 if self._is_closed:
                     return
                 logger.warning("a connection for blocks could not be accepted", reason=str(error))
                 self._clock.sleep(0.1)  # no file descriptors are left, perhaps
                 continue
-            threading.Thread(target=self._serve, args=(connection, send), name="kv-transfer", daemon=True).start()
+            serving = partial(self._serve, connection, send, room)
+            threading.Thread(target=serving, name="kv-transfer", daemon=True).start()
 
-    def _serve(self, connection: socket.socket, send: _Send) -> None:
+    def _serve(self, connection: socket.socket, send: _Send, room: threading.Semaphore) -> None:
         with self._lock:
             self._connections.add(connection)
         try:
             with connection:
-                self._send(connection, send, Deadline(self._settings.timeout_seconds))
+                self._send(connection, send)
         except (TransferError, OSError) as error:
             self._count_failure()
             if not self._is_closed:
@@ -168,24 +190,30 @@ class BlockServer:
         finally:
             with self._lock:
                 self._connections.discard(connection)
-            self._room.release()
+            room.release()
 
-    def _send(self, connection: socket.socket, send: _Send, deadline: Deadline) -> None:
-        ticket, identity = read_hello(connection, deadline)
+    def _send(self, connection: socket.socket, send: _Send) -> None:
+        ticket, identity = read_hello(connection, Deadline(_HELLO_SECONDS))
+        deadline = Deadline(self._settings.timeout_seconds)
         with self._lock:
             self._expire()
             offer = self._offers.get(ticket)
+            if offer is not None and identity == self._identity:
+                del self._offers[ticket]  # it is of no use to a second client
         if offer is None:
             send_answer(connection, TransferStatus.UNKNOWN_TICKET, 0, deadline)
         elif identity != self._identity:
             send_answer(connection, TransferStatus.OTHER_IDENTITY, 0, deadline)
         else:
-            send_answer(connection, TransferStatus.FOUND, len(offer.blocks), deadline)
-            send(connection, offer.blocks, deadline)
+            try:
+                send_answer(connection, TransferStatus.FOUND, len(offer.blocks), deadline)
+                send(connection, offer.blocks, deadline)
+            finally:
+                with self._lock:
+                    self._held_bytes -= offer.num_bytes
             with self._lock:
-                if self._drop(ticket):
-                    self.served.blocks += len(offer.blocks)
-                    self.served.num_bytes += offer.num_bytes
+                self.served.blocks += len(offer.blocks)
+                self.served.num_bytes += offer.num_bytes
 
     def _count_failure(self) -> None:
         with self._lock:
@@ -194,15 +222,8 @@ class BlockServer:
     def _expire(self) -> None:
         now = self._clock.monotonic()
         for ticket in [ticket for ticket, offer in self._offers.items() if offer.expires_at <= now]:
-            self._drop(ticket)
+            self._held_bytes -= self._offers.pop(ticket).num_bytes
             self.served.expired += 1
-
-    def _drop(self, ticket: bytes) -> bool:
-        offer = self._offers.pop(ticket, None)
-        if offer is None:
-            return False
-        self._held_bytes -= offer.num_bytes
-        return True
 
 
 _Send = Callable[[socket.socket, Sequence[ExportedBlock], Deadline], None]

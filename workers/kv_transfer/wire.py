@@ -66,12 +66,16 @@ class Deadline:
     def __init__(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds
 
-    def apply(self, connection: socket.socket) -> None:
-        """Limit the socket's next call by the rest. Raises `TransferError` when there is none."""
+    def left(self) -> float:
+        """The rest, in seconds. Raises `TransferError` when there is none."""
         left = self._until - time.monotonic()
         if left <= 0:
             raise TransferError("the transfer took too long")
-        connection.settimeout(left)
+        return left
+
+    def apply(self, connection: socket.socket) -> None:
+        """Limit the socket's next call by the rest. Raises `TransferError` when there is none."""
+        connection.settimeout(self.left())
 
 
 # -- client

@@ -6,7 +6,8 @@ far and this address. A decode worker fetches the blocks, imports them into its 
 as after any hand-back: what it can't fetch it computes. So neither a lost worker nor a broken transfer costs a request
 more than its prompt's computation.
 
-Handed over are answers to one prompt that another engine can resume, if they are sooner complete there
+Handed over are answers to one prompt that another engine can resume (so none with log-probabilities, whose tokens the
+caller's attempts don't carry), if they are sooner complete there
 (`pipeline.lane.placement`). Without memory for the blocks, the prefill worker completes the answer itself; so it does
 with requests that were handed over, which it takes when no decode worker does.
 """
@@ -30,7 +31,7 @@ from schemas.workers.lane import KVSource, LaneRequest
 from schemas.workers.metrics import HandoverMetrics
 from workers.kv_transfer.client import BlockClient
 from workers.kv_transfer.server import BlockServer
-from workers.kv_transfer.wire import Expected
+from workers.kv_transfer.wire import Deadline, Expected
 from workers.rows import PreparedRow
 
 logger = structlog.get_logger(__name__)
@@ -71,6 +72,8 @@ class PrefillHandover:
             request.kv_source is not None
             or not isinstance(row.body, GenerationBody)
             or computing.more
+            or computing.params.logprobs is not None
+            or computing.params.scored_from is not None
             or len(computing.prompt_token_ids) < self._exchange.block_tokens
         ):
             return False
@@ -89,9 +92,12 @@ class PrefillHandover:
         choices = (Placement.SPLIT, Placement.WHOLE_ON_PREFILL)
         return loads.best(size, self._targets, choices) is Placement.SPLIT
 
-    def offer(self, request_id: str) -> KVSource | None:
+    def offer(self, request: Request) -> KVSource | None:
         """Offer the blocks of a request that is running in the engine; None: it has none, or there is no memory for
         them."""
+        if not self._server.has_room(len(request.prompt_token_ids) * self._exchange.token_bytes):
+            return None
+        request_id = request.request_id
         blocks = self._exchange.export_blocks(request_id)
         source = self._server.offer(blocks) if blocks else None
         self._offered += source is not None
@@ -99,6 +105,7 @@ class PrefillHandover:
 
     def metrics(self) -> HandoverMetrics:
         """The counters since the worker began to serve the model."""
+        self._server.expire()
         served = self._server.served
         return HandoverMetrics(
             role="prefill",
@@ -127,14 +134,14 @@ class DecodeHandover:
 
     def fetch(self, source: KVSource, request: Request, then: Callable[[Blocks], None]) -> None:
         """Fetch the blocks of a request's prompt, and call `then` with those that arrived, on another thread."""
-        self._threads.submit(self._fetch, source, request, then)
+        self._threads.submit(self._fetch, source, request, then, self._client.deadline())
 
-    def _fetch(self, source: KVSource, request: Request, then: Callable[[Blocks], None]) -> None:
+    def _fetch(self, source: KVSource, request: Request, then: Callable[[Blocks], None], deadline: Deadline) -> None:
         exchange = self._exchange
         blocks: Blocks = ()
         try:
             expected = Expected(exchange.names(request), exchange.block_bytes, exchange.identity)
-            blocks = self._client.fetch(source, expected)
+            blocks = self._client.fetch(source, expected, deadline)
             self._fetched += bool(blocks)
         except Exception as error:  # noqa: BLE001 - of this transfer alone
             logger.error("blocks were not fetched; they are computed", error=f"{type(error).__name__}: {error}")
@@ -146,7 +153,8 @@ class DecodeHandover:
         self._exchange.import_blocks(blocks)
 
     def close(self) -> None:
-        """Complete the fetches that have begun, and call no more than theirs."""
+        """Cut the fetches off, and wait until their requests have arrived without the blocks."""
+        self._client.close()
         self._threads.shutdown(wait=True)
 
     def metrics(self) -> HandoverMetrics:

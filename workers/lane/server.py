@@ -300,11 +300,16 @@ class LaneServer:
     def _add(self, opened: _OpenRequest) -> None:
         """Add the request to the engine unless it is unwanted; an earlier attempt at it is cancelled."""
         request, row = opened.request, opened.row
-        for name in [name for name, other in self._open.items() if other.request.id == request.id]:
-            self._forget(name)
         if (request.id, request.attempt) in self._unwanted or not self._holds(request.id, request.attempt):
             self._release(request)
             return
+        earlier = [
+            name
+            for name, other in self._open.items()
+            if other.request.id == request.id and other.request.attempt < request.attempt
+        ]
+        for name in earlier:
+            self._forget(name)
         if self._decode is not None and opened.blocks:
             self._decode.use(opened.blocks)
             opened.blocks = ()
@@ -355,7 +360,7 @@ class LaneServer:
         if len(opened.passed_on) < opened.row.request.num_choices:
             return
         opened.stays = True
-        if prefill.pays(opened.request, opened.row) and (source := prefill.offer(name)) is not None:
+        if prefill.pays(opened.request, opened.row) and (source := prefill.offer(opened.row.request)) is not None:
             self._engine.cancel(name)
             del self._open[name]
             self._pending_events.put(partial(opened.answer.hand_back, source))

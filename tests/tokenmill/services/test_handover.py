@@ -187,7 +187,7 @@ def test_answers_are_those_of_one_worker_and_each_role_is_a_pool(
     def handovers(name: str, outcome: str) -> float:
         return cluster.metric(name, "tokenmill_handovers_total", f'outcome="{outcome}"')
 
-    wait_for(lambda: handovers("prefill-1", "sent") >= 40, "answers of one token end where their prompt was computed")
+    wait_for(lambda: handovers("prefill-1", "sent") >= 10, "requests are handed over")
     wait_for(lambda: all(handovers(name, "received") for name in WORKERS[1:]), "both continue answers")
 
     for name, value in cluster.variables.items():

@@ -217,6 +217,47 @@ def test_nobody_listens() -> None:
     assert client.fetched.failed == 1
 
 
+def test_a_machine_that_cannot_be_reached_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[str, int]] = []
+
+    def refuse(address: tuple[str, int], timeout: float) -> socket.socket:
+        tried.append(address)
+        raise TimeoutError("no route")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    client = BlockClient(5.0)
+    for port in (1, 1, 2, 1):
+        assert client.fetch(KVSource("192.0.2.1", port, "ab" * 32, "other", "none"), EXPECTED) == []
+    assert tried == [("192.0.2.1", 1), ("192.0.2.1", 2)]
+    assert client.fetched.failed == 4
+
+
+def test_a_fetch_that_waited_too_long_begins_no_transfer() -> None:
+    client = BlockClient(5.0)
+    with serving() as server:
+        assert client.fetch(offer(server), EXPECTED, wire.Deadline(0.0)) == []
+
+
+def test_a_client_that_is_closed_leaves_its_transfers() -> None:
+    may_end, begun = threading.Event(), threading.Event()
+    client = BlockClient(20.0, use_shared_memory=False)
+
+    def hang(connection: socket.socket) -> None:
+        begun.set()
+        may_end.wait(20)
+
+    with peer(hang) as source:
+        fetch = threading.Thread(target=client.fetch, args=(source, EXPECTED))
+        fetch.start()
+        assert begun.wait(20)
+        client.close()
+        fetch.join(10)
+        assert not fetch.is_alive()
+        may_end.set()
+    with serving() as server:
+        assert client.fetch(offer(server), EXPECTED) == []
+
+
 @pytest.mark.parametrize(
     "garbage",
     [b"", b"GET / HTTP/1.1\r\n\r\n" + b" " * 64, wire.MAGIC + b"\0" * 64, b"\0" * 69],

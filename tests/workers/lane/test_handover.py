@@ -19,9 +19,10 @@ from pipeline.lane.placement import LatencyTargets
 from pipeline.lane.ports import LaneSettings
 from pipeline.ports import WorkerState
 from schemas.jobs.job import Tier
+from schemas.jobs.outcome import Usage
 from schemas.settings.kv_transfer import KVTransferOptions, Role
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
-from schemas.workers.metrics import HandoverMetrics, HistogramSample, WorkerMetrics
+from schemas.workers.metrics import HandoverMetrics, HistogramSample, TierMetrics, WorkerMetrics
 from tests.waiting import HANG_SECONDS, wait_for
 from tokenmill.services.handover import open_handover
 from workers.lane.requests import LaneRules
@@ -234,18 +235,16 @@ def replace_options(**changes: Any) -> KVTransferOptions:
     return KVTransferOptions.model_validate(changes)
 
 
-def test_a_request_that_failed_or_was_cancelled_is_not_handed_over(
+def test_a_refused_request_and_an_answer_of_one_token_are_not_handed_over(
     kit: Any, lane: MemoryLane, work: Any, models: dict[str, LoadedModel]
 ) -> None:
     prefill = work("prefill")
     refused = events_of(lane, request(models["prefill"], kit.completion("x", max_tokens=301), "r1"))
     assert isinstance(refused[-1], ErrorEvent)
     sent = request(models["prefill"], bodies(kit)[1], "r2")
-    lane.send(sent)
-    lane.cancel(sent)
-    later = events_of(lane, replace(sent, id="r3"))
+    later = events_of(lane, replace(sent, id="r3", body={**sent.body, "max_tokens": 1}))
     assert isinstance(later[-1], EndEvent)
-    assert prefill.metrics.offered_requests <= 2
+    assert prefill.metrics.offered_requests == 0
 
 
 def test_an_answer_that_is_sooner_complete_here_is_not_handed_over(
@@ -255,7 +254,8 @@ def test_an_answer_that_is_sooner_complete_here_is_not_handed_over(
     steps = HistogramSample(counts=(100,), seconds=1.0)
     for name, role, blocks in (("w1", "prefill", 100), ("w2", "decode", 0)):
         side = HandoverMetrics(role=role, block_tokens=8, token_bytes=1_000, step_tokens=64)
-        metrics = WorkerMetrics(model="tiny", steps=steps, prompt=1_000, kv_blocks=blocks, handover=side)
+        tiers = {Tier.STANDARD: TierMetrics(answered=10, usage=Usage(prompt=1_000, cached=0, completion=300))}
+        metrics = WorkerMetrics(model="tiny", steps=steps, prompt=1_000, kv_blocks=blocks, handover=side, tiers=tiers)
         beats.send_heartbeat(WorkerState(name))
         beats.report_metrics(name, metrics)
     threading.Event().wait(1.5)  # the observer reads them
