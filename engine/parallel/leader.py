@@ -319,6 +319,11 @@ def check_parallel(config: EngineConfig) -> None:
             raise EngineError(f"expert_parallel doesn't run under {several}; leave --expert-parallel out")
         if config.cuda_graphs:
             raise EngineError(f"cuda_graphs doesn't run under {several}; leave TOKENMILL_GPU__CUDA_GRAPHS out")
+        if config.max_graph_tokens is not None:
+            raise EngineError(
+                f"max_graph_tokens is set, but graphs don't run under {several}; leave TOKENMILL_GPU__MAX_GRAPH_TOKENS "
+                "out"
+            )
     elif config.micro_batches is not None:
         raise EngineError(
             "micro_batches is set, but pipeline_parallel is 1, so no other stage computes at the same time; give a "
@@ -403,7 +408,9 @@ def _load(path: Path, config: EngineConfig, dtype: torch.dtype, rank_group: Rank
 
     if device.type == "cuda":
         largest = max(specs, key=lambda spec: spec.kv_elements)
-        size = choose_for_device(config, largest, device, min(available), ranks=rank_group.size)
+        size = choose_for_device(
+            config, largest, device, min(available), ranks=rank_group.size, num_stages=rank_group.groups.num_stages
+        )
         config, groups = fit_step_size(config, size, plan)
     else:
         groups = plan(config)

@@ -228,7 +228,12 @@ class RankGroupProcesses:
                 elif rank.number not in reports and rank.death is not None:
                     return rank.death
             time.sleep(0.05)
-        return next(iter(reports.values()), f"{type(error).__name__}: {error}")
+        cause = min(reports, key=lambda number: (_CLOSED in reports[number], number), default=None)
+        return f"{type(error).__name__}: {error}" if cause is None else reports[cause]
+
+
+_CLOSED = "onnection"
+"""In what a rank reports when another one has closed its connections."""
 
 
 def _last_word(rank: Rank) -> str | None:

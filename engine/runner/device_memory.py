@@ -73,6 +73,7 @@ def choose_for_device(
     *,
     kv_dtype: KVDType = "auto",
     ranks: int = 1,
+    num_stages: int = 1,
 ) -> StepSize:
     """Choose the size of a step on this CUDA device (`choose_step_size`): where tokens of streams have an objective, it
     takes no longer than that, so that the first steps with a stream are in time, too.
@@ -81,7 +82,8 @@ def choose_for_device(
         spec: of the model, or of a rank's share of it.
         free_bytes: of the device beside the weights; None: what is free now. On several ranks: of the one with the
             least.
-        ranks: devices that share the model.
+        ranks: devices that share the model.  num_stages: that they are divided into. Stages compute one prompt's chunk
+            one after the other, so they make its step no shorter.
     """
     cache, slo = config.cache, config.schedule.slo
     free, total = torch.cuda.mem_get_info(device)
@@ -91,7 +93,7 @@ def choose_for_device(
     return choose_step_size(
         spec, total, usable - (given or 0), given, capability=torch.cuda.get_device_capability(device),
         step_seconds=STEP_SECONDS if slo is None else slo.itl_seconds, kv_dtype=kv_dtype,
-        sequence_tokens=cache.tokens_per_sequence, ranks=ranks,
+        sequence_tokens=cache.tokens_per_sequence, ranks=ranks // num_stages,
     )  # fmt: skip
 
 

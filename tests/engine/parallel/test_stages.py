@@ -299,6 +299,7 @@ def test_on_cuda_devices_steps_are_ahead_and_no_stage_waits_for_its_device(
         ({"micro_batches": 2}, "micro_batches is set, but pipeline_parallel is 1"),
         ({"pipeline_parallel": 2, "expert_parallel": True}, r"expert_parallel doesn't run under pipeline par.* \(2 st"),
         ({"pipeline_parallel": 2, "cuda_graphs": True}, "cuda_graphs doesn't run under pipeline parallelism"),
+        ({"pipeline_parallel": 2, "max_graph_tokens": 64}, "max_graph_tokens is set, but graphs don't run under pipel"),
         ({"pipeline_parallel": 2, "kv_dtype": "int8"}, "don't run under pipeline parallelism"),
         ({"pipeline_parallel": 2, "speculation": SpeculationConfig("draft", "x")}, "speculate 'draft' doesn't run und"),
         ({"pipeline_parallel": 2, "cache": CacheConfig(host_bytes=1 << 20)}, "doesn't run under pipeline parallelism"),
