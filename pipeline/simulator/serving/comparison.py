@@ -107,14 +107,14 @@ class ComparedDeployment:
     """One deployment's results.
 
     Attributes:
-        requests_per_second: at which requests arrived; infinite: all at once.
+        requests_per_second: at which requests arrived; None: all at once.
         report: at that rate.
         goodput: the highest rate at which the targets are kept; None: all requests arrived at once.
     """
 
     name: str
     price_per_hour: float
-    requests_per_second: float
+    requests_per_second: float | None
     report: ServingReport
     goodput: float | None
 
@@ -170,9 +170,10 @@ def compare_deployments(
     found = []
     for candidate in compared:
         progress(candidate.name)
-        deployment, price, goodput = candidate.deployment, candidate.price_per_hour, None
+        deployment, price = candidate.deployment, candidate.price_per_hour
         if settings.requests_at_once is not None:
-            rate, report = inf, _simulate(deployment, settings, inf, settings.requests_at_once)
+            report = _simulate(deployment, settings, inf, settings.requests_at_once)
+            found.append(ComparedDeployment(candidate.name, price, None, report, None))
         else:
             goodput = _goodput(deployment, settings)
             if requests_per_second is None:
@@ -181,7 +182,7 @@ def compare_deployments(
                     raise TargetsNotKept(f"{candidate.name}: the latency targets are kept at no rate; give a rate")
             rate = requests_per_second * price / compared[0].price_per_hour
             report = _simulate_rate(deployment, settings, rate)
-        found.append(ComparedDeployment(candidate.name, price, rate, report, goodput))
+            found.append(ComparedDeployment(candidate.name, price, rate, report, goodput))
     return found
 
 

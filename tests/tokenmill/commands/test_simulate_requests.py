@@ -49,8 +49,11 @@ def test_given_mixed_machines_then_the_load_follows_the_price(tokenmill: Any) ->
 
 def test_given_a_job_then_requests_arrive_at_once(tokenmill: Any) -> None:
     options = ("--whole", "2xl40s", "--offline", 30, "--prompt-tokens", 500, "--answer-tokens", 20)
-    done = tokenmill("simulate-requests", *options)
-    assert done.out.count("at once") == 3
+    assert tokenmill("simulate-requests", *options).out.count("at once") == 3
+    whole, *_ = json.loads(tokenmill("simulate-requests", *options, "--json").out, parse_constant=pytest.fail)[
+        "deployments"
+    ]
+    assert (whole["goodput"], whole["requests_per_second"], whole["report"]["requests"]) == (None, None, 30)
 
 
 def test_the_names_that_help_offers_are_those_that_there_are() -> None:
