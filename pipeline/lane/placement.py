@@ -5,7 +5,8 @@ Prefill is bound by arithmetic and decode by memory bandwidth, so a prompt that 
 them (DistServe, Zhong et al. 2024, section 2.3). Splitting avoids that and costs a transfer of keys and values. Three
 placements are predicted: time to first token, as queue plus computing (Mooncake, Qin et al. 2024, algorithm 1); mean
 time between the answer's tokens, the transfer included; and the delay of other requests' tokens. A placement that keeps
-the latency targets comes before one that doesn't; then the smaller sum of delays decides, so that
+the latency targets comes before one that doesn't; among several the smallest sum of delays decides, and where there is
+none the smallest lateness, so that
 
 - a short prompt stays on the decode worker: until a step computes as long as it reads the weights, more tokens in it
   cost nothing;
@@ -163,12 +164,22 @@ class PlacementForecast:
     others_itl_seconds: float
     delay_seconds: float
 
-    def is_in_time(self, targets: LatencyTargets) -> bool:
-        """Whether all targets are kept, this request's and those of the rows beside it."""
-        return (
-            self.ttft_seconds <= TTFT_SHARE * targets.ttft_seconds
-            and max(self.itl_seconds, self.others_itl_seconds) <= targets.itl_seconds
+    def lateness(self, targets: LatencyTargets) -> float:
+        """The largest of the times as a multiple of its target, this request's and those of the rows beside it."""
+        return max(
+            self.ttft_seconds / (TTFT_SHARE * targets.ttft_seconds),
+            self.itl_seconds / targets.itl_seconds,
+            self.others_itl_seconds / targets.itl_seconds,
         )
+
+    def is_in_time(self, targets: LatencyTargets) -> bool:
+        """Whether all targets are kept."""
+        return self.lateness(targets) <= 1
+
+    def rank(self, targets: LatencyTargets) -> tuple[float, float]:
+        """The smaller, the better. Late placements rank by their lateness, not by delays: delays of rows that are in
+        time all the same would let prompts wait at the prefill workers for ever longer."""
+        return max(1.0, self.lateness(targets)), self.delay_seconds
 
 
 def estimate_prompt_tokens(num_bytes: int, bytes_per_token: float = BYTES_PER_TOKEN) -> int:
@@ -187,7 +198,7 @@ def place(
     forecasts = forecast(request, prefill, decode, transfer, targets)
     if not forecasts:
         raise ValueError("there is no worker to place a request on")
-    return min(forecasts, key=lambda one: (not one.is_in_time(targets), one.delay_seconds))
+    return min(forecasts, key=lambda one: one.rank(targets))
 
 
 def forecast(

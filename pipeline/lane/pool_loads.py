@@ -70,7 +70,7 @@ class PoolLoads:
             for one in forecast(request, self.prefill, self.decode, self.transfer, targets)
             if one.placement in allowed
         ]
-        best = min(found, key=lambda one: (not one.is_in_time(targets), one.delay_seconds), default=None)
+        best = min(found, key=lambda one: one.rank(targets), default=None)
         return None if best is None else best.placement
 
 

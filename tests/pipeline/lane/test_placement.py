@@ -61,6 +61,14 @@ def test_given_many_prompts_before_it_then_the_decode_workers_are_sooner() -> No
     assert placement(LONG, replace(PREFILL, waiting_tokens=16_000.0), idle) is Placement.WHOLE_ON_DECODE
 
 
+def test_given_all_would_be_late_then_the_least_late_is_chosen() -> None:
+    waiting, busy = replace(PREFILL, waiting_tokens=5 * 80_000.0), replace(DECODE, waiting_tokens=80_000.0)
+    assert placement(LONG, waiting, busy) is Placement.WHOLE_ON_DECODE
+    assert (
+        placement(LONG, replace(PREFILL, waiting_tokens=80_000.0), replace(busy, waiting_tokens=8e5)) is Placement.SPLIT
+    )
+
+
 def test_given_a_slow_link_then_its_keys_and_values_stay_where_they_are() -> None:
     assert placement(LONG, transfer=replace(TRANSFER, bytes_per_second=0.1e9)) is not Placement.SPLIT
     assert placement(LONG, transfer=replace(TRANSFER, waiting_bytes=200e9)) is not Placement.SPLIT
@@ -140,5 +148,7 @@ def test_a_placement_in_time_is_never_passed_over_for_one_that_is_late(
     others = forecast(request, prefill, decode, transfer, TARGETS)
     assert chosen in others
     assert chosen.is_in_time(TARGETS) or not any(one.is_in_time(TARGETS) for one in others)
-    same = [one for one in others if one.is_in_time(TARGETS) == chosen.is_in_time(TARGETS)]
-    assert chosen.delay_seconds == min(one.delay_seconds for one in same)
+    if chosen.is_in_time(TARGETS):
+        assert chosen.delay_seconds == min(one.delay_seconds for one in others if one.is_in_time(TARGETS))
+    else:
+        assert chosen.lateness(TARGETS) == min(one.lateness(TARGETS) for one in others)
