@@ -214,33 +214,26 @@ class MemoryLane:
         return seconds
 
     def _choose(self, queues: Sequence[LaneQueue], most: int, shares: TenantShares) -> list[_Call]:
-        """Choose up to `most` free requests, by queue, and within a queue by tenant (see `TenantShares`)."""
-        held, free, now = Counter(shares.held), self._free(), self._clock.monotonic()
+        """Choose up to `most` free requests: see `TenantShares`, and `LaneWorker.take` for the order of the queues."""
+        held, now = Counter(shares.held), self._clock.monotonic()
+        waiting: dict[tuple[int, str], deque[_Call]] = {}  # by queue and tenant, in the first queue that has it
+        for call in self._free():
+            for order, queue in enumerate(queues):
+                if call.waits_in(queue) and call.sent_at + queue.min_wait_seconds <= now:
+                    waiting.setdefault((order, call.request.tenant), deque()).append(call)
+                    break
         chosen: list[_Call] = []
-        for queue in queues:
-            waiting: dict[str, deque[_Call]] = {}
-            known = {call.request.id for call in chosen}
-            for call in free:
-                is_due = call.sent_at + queue.min_wait_seconds <= now
-                if is_due and call.waits_in(queue) and call.request.id not in known:
-                    waiting.setdefault(call.request.tenant, deque()).append(call)
-            self._choose_by_tenant(waiting, most, held, shares.max_each, chosen)
-        return chosen
-
-    def _choose_by_tenant(
-        self, waiting: dict[str, deque[_Call]], most: int, held: Counter[str], max_each: int, chosen: list[_Call]
-    ) -> None:
-        """Move requests of one queue to `chosen` until these are `most`."""
         while len(chosen) < most:
-            ready = [tenant for tenant in waiting if held[tenant] < max_each]
+            ready = [(held[of], order, self._turns[of], of) for order, of in waiting if held[of] < shares.max_each]
             if not ready:
                 break
-            tenant = min(ready, key=lambda name: (held[name], self._turns[name]))
-            chosen.append(waiting[tenant].popleft())
+            _, order, _, tenant = min(ready)
+            chosen.append(waiting[order, tenant].popleft())
             held[tenant] += 1
             self._turns[tenant] = self._next_turn()
-            if not waiting[tenant]:
-                del waiting[tenant]
+            if not waiting[order, tenant]:
+                del waiting[order, tenant]
+        return chosen
 
     def _next_turn(self) -> int:
         self._last_turn += 1

@@ -99,8 +99,9 @@ class Lane(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TenantShares:
-    """A worker's held requests by tenant. It takes next the oldest request of the tenant of which it holds the fewest;
-    among equal ones, of the tenant whose last turn was longest ago.
+    """A worker's held requests by tenant. It takes next a request of the tenant of which it holds the fewest, whatever
+    sub-queues of the model they wait in; among equal ones from the first of the queues that it names, and there of the
+    tenant whose last turn was longest ago. Of a queue it takes a tenant's oldest request.
 
     Attributes:
         held: number of requests that the worker holds, by tenant.
@@ -146,8 +147,9 @@ class LaneWorker(Protocol):
     def take(
         self, queues: Sequence[LaneQueue], most: int, timeout: float, shares: TenantShares = NO_SHARES
     ) -> list[LaneRequest]:
-        """Up to `most` requests, or none after `timeout` seconds: of each model from the first queue that has some,
-        then from the next, and within a queue fairly by tenant. Of several models each comes first in turn.
+        """Up to `most` requests, or none after `timeout` seconds: fairly by tenant (`TenantShares`), and of equal
+        tenants, or of one, from the first of a model's queues that has some. Of several models each comes first in
+        turn.
 
         A request whose worker fell silent before it began to answer is handed out again. If it was addressed to a
         worker it is addressed to none then."""

@@ -1,9 +1,10 @@
 """The order in which a worker takes from a model's sub-queues on the lane.
 
-No order is right at all times. A worker that always took its own requests first would let the general queue starve
-while it is busy, and one that took others' last would never take those of a dead worker. So the order changes from call
-to call: its own requests and the general ones come first in turn, and in every eighth call those of others that have
-waited for long.
+The order decides between the requests of one tenant, and between tenants of which the worker holds equally many
+(`TenantShares`). No order is right at all times. With one tenant, a worker that always took its own requests first
+would let the general queue starve while it is busy, and one that took others' last would never take those of a dead
+worker. So the order changes from call to call: its own requests and the general ones come first in turn, and in every
+eighth call those of others that have waited for long.
 
 Requests whose prompt another worker computed are for decode workers, and all others for the rest. A worker takes those
 of another role last, and only when they have waited: then no worker of that role lives, or all are busy.

@@ -1,7 +1,8 @@
 """The lane on Redis Streams: the caller's side (`RedisLaneWorker` is the other).
 
     queue:QUEUE:TENANT  zset    requests without a worker, by the time of sending (microseconds, unique)
-    turns:QUEUE         zset    tenants with a queue, by the time when one of their requests was taken last
+    turns:QUEUE         zset    tenants with a queue, by the time when one of their requests was taken last, from any
+                                queue that the worker reads
     waiting:MODEL       zset    all requests whose answer hasn't begun, by when their worker counts as dead (0: none)
     callers:MODEL       zset    TENANT\\0ID of waiting requests, by when their callers count as dead
     sent:MODEL          stream  the last request that was sent: idle workers wait for the next

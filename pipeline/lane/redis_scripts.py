@@ -1,8 +1,9 @@
 """The Lua scripts of the lane on Redis: each is one step of a request's life cycle, and is atomic.
 
-The work of a script is bounded by its arguments: it reads so many tenants, takes so many requests, drops so many
-expired ones, each at O(log n). Scripts that change queues get the prefix of the lane's keys and the model as their
-first arguments, and make the keys of queues themselves: a request may wait in another queue than it was sent to.
+The work of a script is bounded, however many requests wait: a call drops at most 256 requests whose callers died,
+and the comment above `TAKE` gives its bounds. A command takes O(log n), one that reads m
+tenants O(log n + m). Scripts that change queues get the prefix of the lane's keys and the model as their first
+arguments, and make the keys of queues themselves: a request may wait in another queue than it was sent to.
 """
 
 from __future__ import annotations
@@ -109,11 +110,17 @@ return redis.call('ZCARD', KEYS[1])
 # then the name of each tenant with requests at the worker, and their number.
 # Returns the id in `sent` after which to wait for more (0-0: call again at once), the ms until a request of these
 # queues has waited long enough (-1: there is none), then the id, number and JSON of each request.
-# First, requests whose workers fell silent wait again at their old position, addressed to no worker. Then the queues
-# are read in order. In each the tenant with the fewest requests at this worker is next, among equal ones the one with
-# the lowest turn; the tenants with the lowest turns, as many as are held plus requested, include all that can be next.
-# Where requests must have waited, those of a thousand tenants are read, because the first ones may not be due. If
-# expired requests were dropped, further tenants may have some: the caller calls again at once.
+# First, at most 256 requests whose workers fell silent wait again at their old position, addressed to no worker. Then
+# requests are taken one by one: of the tenant with the fewest requests at this worker; among equal ones from the first
+# queue that has one, and there of the tenant with the lowest turn: when one of its requests was taken last from any of
+# the call's queues. The tenants with the lowest turns, as many as are held plus requested, include all that can be
+# next. In a queue with a minimum wait the lowest ones may not be due: there at least the first 1,000 are read.
+# The bounds: the tenants of a queue are read with one command, and only if no queue before it has one of which the
+# worker holds nothing. In a queue with a minimum wait the oldest entry of a tenant is read once when the tenant could
+# be next, and again after an entry of this tenant was removed. So each such queue takes at most one read for each of
+# its tenants (1,000, or as many as are held plus requested, if these are more) and for each removed entry. A call
+# removes at most 1,000 entries. If some were of requests that are not wanted, tenants that it didn't read may be next:
+# the caller calls again at once.
 TAKE: Final = (
     _DROP_ABANDONED
     + """
@@ -134,67 +141,84 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(0', now, 'LIMIT', 0, 
     redis.call('ZREM', KEYS[1], id)
   end
 end
-local most, each, checks, last_queue = tonumber(ARGV[4]), tonumber(ARGV[5]), 1000, 8 + 2 * ARGV[8]
-local held, tenants = {}, 0
+local max_requests, max_each, max_removed, last_queue = tonumber(ARGV[4]), tonumber(ARGV[5]), 1000, 8 + 2 * ARGV[8]
+local held, tenants, queues = {}, 0, {}
 for at = last_queue + 1, #ARGV, 2 do
   held[ARGV[at]] = tonumber(ARGV[at + 1])
   tenants = tenants + 1
 end
-local found, due, again = {}, nil, false
+for at = 9, last_queue, 2 do
+  local min_wait = tonumber(ARGV[at + 1]) * 1000
+  local limit = math.max(tenants + max_requests, min_wait > 0 and 1000 or 0)
+  table.insert(queues, {name = ARGV[at], min_wait = min_wait, limit = limit})
+end
+local found, turns, sent_at, due, dropped, again = {}, {}, {}, nil, false, false
 
-local function is_due(name, tenant, min_wait)
-  if min_wait == 0 then return true end
-  local oldest = redis.call('ZRANGE', queue_of(name, tenant), 0, 0, 'WITHSCORES')
-  local left = oldest[2] and tonumber(oldest[2]) + min_wait - micros or 0
-  if left > 0 and (held[tenant] or 0) < each then due = math.min(due or left, left) end
+local function is_due(queue, tenant)
+  if queue.min_wait == 0 then return true end
+  local key = queue_of(queue.name, tenant)
+  sent_at[key] = sent_at[key] or tonumber(redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')[2] or 0)
+  local left = sent_at[key] + queue.min_wait - micros
+  if left > 0 then due = math.min(due or left, left) end
   return left <= 0
 end
 
-local function take_from(name, min_wait)
-  local turns, ready, dropped = turns_of(name), {}, false
-  local limit = math.max(tenants + most, min_wait > 0 and 1000 or 0)
-  for _, tenant in ipairs(redis.call('ZRANGE', turns, 0, limit - 1)) do
-    if is_due(name, tenant, min_wait) then table.insert(ready, tenant) end
+-- The index of the queue's next tenant, if the worker holds fewer than `fewest` of it, and how many it holds. A tenant
+-- that has nothing to take is replaced by false.
+local function next_tenant(queue, fewest)
+  local best, lowest = nil, 0
+  queue.tenants = queue.tenants or redis.call('ZRANGE', turns_of(queue.name), 0, queue.limit - 1)
+  for at, tenant in ipairs(queue.tenants) do
+    local here, its_turn = held[tenant] or 0, turns[tenant] or 0
+    if tenant and (here < fewest or (best and here == fewest and its_turn < lowest)) then
+      if is_due(queue, tenant) then
+        best, fewest, lowest = at, here, its_turn
+      else
+        queue.tenants[at] = false
+      end
+    end
+    if best and fewest == 0 then break end
   end
-  while #found / 3 < most do
-    local best, fewest = nil, each
-    for at, tenant in ipairs(ready) do
-      local here = held[tenant] or 0
-      if here < fewest then best, fewest = at, here end
-    end
-    if checks == 0 or (not best and dropped) then again = true end
-    if checks == 0 or not best then return end
-    checks = checks - 1
-    local tenant = ready[best]
-    local queue = queue_of(name, tenant)
-    local oldest = redis.call('ZPOPMIN', queue)
-    local id = oldest[1]
-    local known = id and redis.call('HMGET', lane .. 'wanted:' .. id, 'number', 'request', 'queue') or {}
-    if known[2] and tonumber(known[1]) == tonumber(oldest[2]) then
-      dequeue(known[3] or '', tenant, id)
-      redis.call('HSET', lane .. 'wanted:' .. id, 'worker', ARGV[3])
-      redis.call('ZADD', KEYS[1], now + ARGV[6], id)
-      redis.call('SET', lane .. 'alive:' .. id, '1', 'PX', ARGV[6])
-      for _, part in ipairs({id, known[1], known[2]}) do table.insert(found, part) end
-      held[tenant] = fewest + 1
-      turn = turn + 1
-      redis.call('ZADD', turns, string.format('%.0f', turn), tenant)
-      table.insert(ready, table.remove(ready, best))
-      best = #ready
-    elseif id and not known[2] then
-      redis.call('ZREM', KEYS[1], id)
-    end
-    if redis.call('EXISTS', queue) == 0 then
-      redis.call('ZREM', turns, tenant)
-      table.remove(ready, best)
-      dropped = true
-    elseif not is_due(name, tenant, min_wait) then
-      table.remove(ready, best)
-    end
+  return best, fewest
+end
+
+while #found / 3 < max_requests do
+  local queue, best, fewest = nil, nil, max_each
+  for _, one in ipairs(queues) do
+    local at, fewer = next_tenant(one, fewest)
+    if at then queue, best, fewest = one, at, fewer end
+    if fewest == 0 then break end
+  end
+  if max_removed == 0 or (not best and dropped) then again = true end
+  if max_removed == 0 or not best then break end
+  max_removed = max_removed - 1
+  local tenant = queue.tenants[best]
+  local key = queue_of(queue.name, tenant)
+  local oldest = redis.call('ZPOPMIN', key)
+  local id = oldest[1]
+  local known = id and redis.call('HMGET', lane .. 'wanted:' .. id, 'number', 'request', 'queue') or {}
+  if known[2] and tonumber(known[1]) == tonumber(oldest[2]) then
+    dequeue(known[3] or '', tenant, id)
+    redis.call('HSET', lane .. 'wanted:' .. id, 'worker', ARGV[3])
+    redis.call('ZADD', KEYS[1], now + ARGV[6], id)
+    redis.call('SET', lane .. 'alive:' .. id, '1', 'PX', ARGV[6])
+    for _, part in ipairs({id, known[1], known[2]}) do table.insert(found, part) end
+    held[tenant] = fewest + 1
+    turn = turn + 1
+    turns[tenant] = turn
+    local score = string.format('%.0f', turn)
+    for _, one in ipairs(queues) do redis.call('ZADD', turns_of(one.name), 'XX', score, tenant) end
+  elseif id and not known[2] then
+    redis.call('ZREM', KEYS[1], id)
+  end
+  for _, one in ipairs(queues) do sent_at[queue_of(one.name, tenant)] = nil end
+  if redis.call('EXISTS', key) == 0 then
+    redis.call('ZREM', turns_of(queue.name), tenant)
+    queue.tenants[best] = false
+    dropped = true
   end
 end
 
-for at = 9, last_queue, 2 do take_from(ARGV[at], tonumber(ARGV[at + 1]) * 1000) end
 local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
 table.insert(found, 1, again and '0-0' or #last > 0 and last[1][1] or '0-1')
 table.insert(found, 2, due and math.ceil(due / 1000) or -1)

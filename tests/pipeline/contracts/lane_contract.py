@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 
@@ -26,6 +26,7 @@ from pipeline.lane.ports import (
     OpenLane,
     TenantShares,
 )
+from pipeline.lane.queue_order import STEAL_AFTER_SECONDS, QueueOrder
 from schemas.workers.lane import (
     DECODE,
     EndEvent,
@@ -305,6 +306,42 @@ class LaneContract:
         taken = [one.id for one in worker.take([OWN], 5, 2.0, TenantShares({"c": 1}))]
         assert taken == ["a0", "b0", "c0", "a1", "a2"]
 
+    def test_a_tenant_of_which_the_worker_holds_fewer_is_next_in_whatever_queue(
+        self, lane: OpenLane, worker: LaneWorker
+    ) -> None:
+        for number in range(3):
+            lane.send(request(f"a{number}", tenant="a", queue="@w1"))
+            lane.send(request(f"b{number}", tenant="b"))
+        lane.send(request("c0", tenant="c", queue=DECODE))
+        queues = [OWN, GENERAL, LaneQueue(MODEL, DECODE)]
+        assert [one.id for one in worker.take(queues, 4, 2.0, TenantShares({"a": 1}))] == ["b0", "c0", "a0", "b1"]
+
+    def test_a_tenant_has_one_turn_for_all_queues_that_the_worker_reads(
+        self, lane: OpenLane, worker: LaneWorker
+    ) -> None:
+        for name, tenant, queue in (("a0", "a", ""), ("b0", "b", ""), ("a1", "a", "@w1")):
+            lane.send(request(name, tenant=tenant, queue=queue))
+        assert [one.id for one in worker.take([OWN, GENERAL], 1, 2.0)] == ["a1"]
+        assert [one.id for one in worker.take([GENERAL, OWN], 1, 2.0)] == ["b0"]
+
+    @pytest.mark.parametrize("queue", ["", "@w1"])
+    def test_tenants_that_always_have_requests_waiting_are_served_alike(
+        self, lane: OpenLane, worker: LaneWorker, queue: str
+    ) -> None:
+        """Eight tenants share a worker with 16 places, in whatever queue the first one's requests wait."""
+        for tenant in "abcdefgh":
+            for number in range(60):
+                lane.send(request(f"{tenant}{number}", tenant=tenant, queue=queue if tenant == "a" else ""))
+        order, held, served = QueueOrder(MODEL, "w1", STEAL_AFTER_SECONDS), deque[LaneRequest](), Counter[str]()
+        for _ in range(300):
+            shares = TenantShares(Counter(one.tenant for one in held), 14)
+            taken = worker.take(order.next(), 16 - len(held), 0, shares)
+            held.extend(taken)
+            served.update(one.tenant for one in taken)
+            lane.cancel(held.popleft())
+        assert 39 <= served.pop("a") <= 41, served
+        assert all(36 <= count <= 40 for count in served.values()), served
+
     def test_another_worker_takes_an_addressed_request_only_after_its_time(self, lane: OpenLane) -> None:
         other = lane.worker("w2")
         lane.send(request("r1", queue="@w1"))
@@ -343,6 +380,14 @@ class LaneContract:
         assert [one.id for one in other.take([stealing], 4, 0, TenantShares({"b": 1}))] == ["a0", "b0", "a1", "a2"]
         assert [one.id for one in other.take([stealing], 4, 60.0)] == ["a3"]
         assert [one.id for one in other.take([stealing], 4, 60.0)] == ["c0"]
+
+    def test_of_one_tenants_requests_another_worker_takes_each_only_after_its_time(self, lane: OpenLane) -> None:
+        lane.send(request("r1", queue="@w1"))
+        time.sleep(1.2)
+        lane.send(request("r2", queue="@w1"))
+        other, stealing = lane.worker("w2"), LaneQueue(MODEL, ADDRESSED_TO_ANY, 1.0)
+        assert [one.id for one in other.take([stealing], 2, 0)] == ["r1"]
+        assert [one.id for one in other.take([stealing], 2, 60.0)] == ["r2"]
 
     def test_tenants_whose_turn_comes_first_and_whose_requests_are_not_due_delay_no_other(self, lane: OpenLane) -> None:
         for number in range(4):
@@ -413,8 +458,8 @@ class LaneContract:
     def test_whatever_is_sent_taken_and_cancelled_in_sub_queues_each_request_is_taken_once(
         self, make_lane: MakeLane, seed: int
     ) -> None:
-        """Each taken request is the oldest of its tenant in the first named queue that has one of a tenant below its
-        share."""
+        """Of each taken request's tenant the worker held the fewest, among those with requests in the named queues and
+        below their share; the request is the tenant's oldest in the first queue that has one of such a tenant."""
         lane, rng = make_lane(LaneSettings(worker_timeout_seconds=600.0)), random.Random(seed)
         workers = {name: lane.worker(name) for name in ("w1", "w2", "w3")}
         waiting: list[LaneRequest] = []
@@ -430,9 +475,17 @@ class LaneContract:
             each = rng.randint(1, 3)
             held: Counter[str] = Counter()
             for taken in workers[name].take([LaneQueue(MODEL, one) for one in names], 3, 0, TenantShares({}, each)):
-                ready = [one for one in waiting if held[one.tenant] < each]
-                first = next(mine for one in names if (mine := [each for each in ready if waits_in(each, one)]))
-                assert taken == next(one for one in first if one.tenant == taken.tenant)
+                ready = [
+                    (held[one.tenant], order)
+                    for one in waiting
+                    for order, queue in enumerate(names)
+                    if waits_in(one, queue) and held[one.tenant] < each
+                ]
+                fewest, order = min(ready)
+                assert held[taken.tenant] == fewest
+                assert taken == next(
+                    one for one in waiting if one.tenant == taken.tenant and waits_in(one, names[order])
+                )
                 waiting.remove(taken)
                 held[taken.tenant] += 1
         assert lane.waiting([MODEL])[MODEL] >= len(waiting)

@@ -306,6 +306,23 @@ def test_given_an_entry_of_a_request_that_was_sent_again_after_its_deadline_then
     assert worker.take([LaneQueue(MODEL)], 9, 0) == [request("r1")]
 
 
+def test_given_requests_of_many_tenants_for_another_worker_then_no_more_of_them_are_read_than_are_needed(
+    lane: RedisLane, raw: Any
+) -> None:
+    for number in range(100):
+        lane.send(request(f"r{number}", tenant=f"t{number}", queue="@other"))
+    lane.send(request("own", tenant="here", queue="@w"))
+    own, others = LaneQueue(MODEL, "@w"), LaneQueue(MODEL, ADDRESSED_TO_ANY, 0.001)
+    worker = lane.worker("w")
+    time.sleep(0.01)
+    raw.config_resetstat()
+    assert [one.id for one in worker.take([own, others], 1, 0)] == ["own"]
+    assert raw.info("commandstats")["cmdstat_zrange"]["calls"] == 1, "the tenants of the first queue"
+    raw.config_resetstat()
+    assert len(worker.take([own, others], 2, 0)) == 2
+    assert raw.info("commandstats")["cmdstat_zrange"]["calls"] == 4, "the tenants of both queues, and two of their own"
+
+
 def test_given_a_request_of_an_earlier_version_without_a_queue_then_it_is_handed_on(
     lane: RedisLane, raw: Any, prefix: str
 ) -> None:
