@@ -4,7 +4,8 @@
     turns:QUEUE         zset    tenants with a queue, by the time when one of their requests was taken last, from any
                                 queue that the worker reads
     waiting:MODEL       zset    all requests whose answer hasn't begun, by when their worker counts as dead (0: none)
-    callers:MODEL       zset    TENANT\\0ID of waiting requests, by when their callers count as dead
+    callers:MODEL       zset    TENANT\\0ID of waiting requests, by when their callers count as dead, at most their
+                                deadline
     sent:MODEL          stream  the last request that was sent: idle workers wait for the next
     wanted:ID           hash    the request, its current attempt, its worker, whether it ended; it exists as long as the
                                 answer is wanted: its TTL is the deadline, and a cancel deletes it

@@ -1,7 +1,7 @@
 """The Lua scripts of the lane on Redis: each is one step of a request's life cycle, and is atomic.
 
-The work of a script is bounded, however many requests wait: a call drops at most 256 requests whose callers died,
-and the comment above `TAKE` gives its bounds. A command takes O(log n), one that reads m
+The work of a script is bounded, however many requests wait: a call drops at most 256 requests whose callers died or
+whose deadline has passed, and the comment above `TAKE` gives its bounds. A command takes O(log n), one that reads m
 tenants O(log n + m). Scripts that change queues get the prefix of the lane's keys and the model as their first
 arguments, and make the keys of queues themselves: a request may wait in another queue than it was sent to.
 """
@@ -11,14 +11,18 @@ from __future__ import annotations
 from typing import Final
 
 # A request that is addressed to a worker ("@NAME") waits in that worker's queue and in the one of all such requests
-# ("@"), from which other workers take it.
+# ("@"), from which other workers take it. If `wanted` has expired the queue is not known. Then the entries in all
+# queues but the worker's own are removed: only these count. The worker's own entry is removed when it reads it.
 _QUEUES: Final = """
 local lane, model = ARGV[1], ARGV[2]
 local function is_addressed(name) return string.sub(name, 1, 1) == '@' end
 local function of_queue(kind, name) return lane .. kind .. ':' .. model .. (name == '' and '' or '/' .. name) end
 local function queue_of(name, tenant) return of_queue('queue', name) .. ':' .. tenant end
 local function turns_of(name) return of_queue('turns', name) end
-local function queues_of(name) return is_addressed(name) and {name, '@'} or {name} end
+local function queues_of(name)
+  if not name then return {'', 'decode', '@'} end
+  return is_addressed(name) and {name, '@'} or {name}
+end
 local function extend(key, ttl)
   if redis.call('PTTL', key) < tonumber(ttl) then redis.call('PEXPIRE', key, ttl) end
 end
@@ -32,13 +36,16 @@ local function enqueue(name, tenant, id, number, ttl)
 end
 local function dequeue(name, tenant, id)
   for _, each in ipairs(queues_of(name)) do
-    redis.call('ZREM', queue_of(each, tenant), id)
-    if redis.call('EXISTS', queue_of(each, tenant)) == 0 then redis.call('ZREM', turns_of(each), tenant) end
+    local queue = queue_of(each, tenant)
+    if redis.call('ZREM', queue, id) == 1 and redis.call('EXISTS', queue) == 0 then
+      redis.call('ZREM', turns_of(each), tenant)
+    end
   end
 end
 """
 
-# Drops requests whose answer hasn't begun and whose callers have been silent for their lifetime.
+# Drops requests whose answer hasn't begun, and whose callers have been silent for their lifetime or whose deadline has
+# passed.
 _DROP_ABANDONED: Final = (
     _QUEUES
     + """
@@ -48,7 +55,7 @@ local function drop_abandoned(callers, waiting, now)
     local middle = string.find(member, '\\0', 1, true)
     local tenant, id = string.sub(member, 1, middle - 1), string.sub(member, middle + 1)
     if redis.call('ZREM', waiting, id) == 1 then
-      dequeue(redis.call('HGET', lane .. 'wanted:' .. id, 'queue') or '', tenant, id)
+      dequeue(redis.call('HGET', lane .. 'wanted:' .. id, 'queue'), tenant, id)
       redis.call('DEL', lane .. 'wanted:' .. id)
     end
   end
@@ -65,9 +72,10 @@ SEND: Final = (
     + """
 local time = redis.call('TIME')
 local now, caller = time[1] * 1000 + math.floor(time[2] / 1000), ARGV[5] .. '\\0' .. ARGV[3]
-redis.call('ZADD', KEYS[4], 'XX', now + ARGV[12], caller)
-drop_abandoned(KEYS[4], KEYS[2], now)
+local caller_until = now + math.min(ARGV[12], ARGV[8])
 local known = redis.call('HMGET', KEYS[1], 'attempt', 'queue', 'tenant')
+if known[1] then redis.call('ZADD', KEYS[4], 'XX', caller_until, caller) end
+drop_abandoned(KEYS[4], KEYS[2], now)
 if known[1] and tonumber(known[1]) >= tonumber(ARGV[6]) then return 'known' end
 if tonumber(ARGV[6]) == 1 then
   local own = 0
@@ -75,7 +83,7 @@ if tonumber(ARGV[6]) == 1 then
   if own >= tonumber(ARGV[11]) then return 'tenant full' end
   if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[10]) then return 'full' end
 end
-if known[1] then dequeue(known[2] or '', known[3] or '', ARGV[3]) end
+dequeue(known[2], known[3] or ARGV[5], ARGV[3])
 local number = time[1] * 1000000 + time[2]
 local last = redis.call('XREVRANGE', KEYS[3], '+', '-', 'COUNT', 1)
 if #last > 0 then number = math.max(number, tonumber(string.match(last[1][1], '%d+')) + 1) end
@@ -86,7 +94,7 @@ redis.call(
 )
 redis.call('PEXPIRE', KEYS[1], ARGV[8])
 redis.call('ZADD', KEYS[2], 0, ARGV[3])
-redis.call('ZADD', KEYS[4], now + ARGV[12], caller)
+redis.call('ZADD', KEYS[4], caller_until, caller)
 enqueue(ARGV[4], ARGV[5], ARGV[3], number, ARGV[9])
 redis.call('XADD', KEYS[3], 'MAXLEN', 1, number .. '-0', 'request', ARGV[3])
 for at = 2, 4 do extend(KEYS[at], ARGV[9]) end
@@ -198,7 +206,7 @@ while #found / 3 < max_requests do
   local id = oldest[1]
   local known = id and redis.call('HMGET', lane .. 'wanted:' .. id, 'number', 'request', 'queue') or {}
   if known[2] and tonumber(known[1]) == tonumber(oldest[2]) then
-    dequeue(known[3] or '', tenant, id)
+    dequeue(known[3], tenant, id)
     redis.call('HSET', lane .. 'wanted:' .. id, 'worker', ARGV[3])
     redis.call('ZADD', KEYS[1], now + ARGV[6], id)
     redis.call('SET', lane .. 'alive:' .. id, '1', 'PX', ARGV[6])
@@ -210,6 +218,7 @@ while #found / 3 < max_requests do
     for _, one in ipairs(queues) do redis.call('ZADD', turns_of(one.name), 'XX', score, tenant) end
   elseif id and not known[2] then
     redis.call('ZREM', KEYS[1], id)
+    dequeue(nil, tenant, id)
   end
   for _, one in ipairs(queues) do sent_at[queue_of(one.name, tenant)] = nil end
   if redis.call('EXISTS', key) == 0 then
@@ -232,20 +241,21 @@ CANCEL: Final = (
     _QUEUES
     + """
 redis.call('ZREM', KEYS[2], ARGV[3])
-for _, name in ipairs({ARGV[4], redis.call('HGET', KEYS[1], 'queue') or ''}) do dequeue(name, ARGV[5], ARGV[3]) end
+for _, name in ipairs({ARGV[4], redis.call('HGET', KEYS[1], 'queue')}) do dequeue(name, ARGV[5], ARGV[3]) end
 return redis.call('DEL', KEYS[1], KEYS[3])
 """
 )
 
 # KEYS: 1 wanted, 2 waiting, 3 alive, 4 callers.  ARGV: 1 request id, 2 attempt, 3 tenant, 4 a caller's lifetime in ms.
-# Returns 1 when no worker will answer. The call also renews the caller's lifetime.
+# Returns 1 when no worker will answer. The call also renews the caller's lifetime, up to the request's deadline.
 LOST: Final = """
 local known = redis.call('HMGET', KEYS[1], 'attempt', 'ended')
 if not known[1] or tonumber(known[1]) < tonumber(ARGV[2]) then return 1 end
 if redis.call('ZSCORE', KEYS[2], ARGV[1]) then
   local time = redis.call('TIME')
-  local until_then = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[4]
-  redis.call('ZADD', KEYS[4], 'XX', until_then, ARGV[3] .. '\\0' .. ARGV[1])
+  local left = math.min(ARGV[4], redis.call('PTTL', KEYS[1]))
+  local caller_until = time[1] * 1000 + math.floor(time[2] / 1000) + left
+  redis.call('ZADD', KEYS[4], 'XX', caller_until, ARGV[3] .. '\\0' .. ARGV[1])
   return 0
 end
 if known[2] or redis.call('EXISTS', KEYS[3]) == 1 then return 0 end

@@ -662,6 +662,37 @@ class LaneContract:
         with pytest.raises(LaneFull):
             lane.send(request("r4"))
 
+    @pytest.mark.parametrize("queue", ["", DECODE, "@gone"])
+    def test_what_is_behind_its_deadline_leaves_room_without_a_cancel(self, make_lane: MakeLane, queue: str) -> None:
+        lane = make_lane(
+            LaneSettings(worker_timeout_seconds=LIFETIME, client_timeout_seconds=10 * HANG_SECONDS, max_waiting=16)
+        )
+        deadline = datetime.now(UTC) + timedelta(seconds=1.0)
+        late = [request(f"r{number}", queue=queue, deadline=deadline) for number in range(14)]
+        for one in late:
+            lane.send(one)
+        lane.lost(late[7:])  # the other callers check nothing
+        until = time.monotonic() + HANG_SECONDS
+        while lane.waiting([MODEL]) != {MODEL: 0}:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        for number in range(14):
+            lane.send(request(f"s{number}"))
+        assert lane.waiting([MODEL]) == {MODEL: 14}
+        with pytest.raises(LaneFull, match="14 requests of this tenant wait"):
+            lane.send(request("s14"))
+
+    def test_a_request_that_is_sent_again_behind_its_deadline_takes_its_own_room(self, make_lane: MakeLane) -> None:
+        lane = make_lane(LaneSettings(worker_timeout_seconds=LIFETIME, max_waiting=1))
+        late = request(queue="@gone", deadline=datetime.now(UTC) + timedelta(seconds=0.3))
+        lane.send(late)
+        until = time.monotonic() + HANG_SECONDS
+        while lane.lost([late]) != {late.id}:  # it is no longer wanted
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        lane.send(request())
+        assert lane.worker("w1").take([GENERAL, ANY], 9, 2.0) == [request()]
+
     def test_a_slow_reader_loses_only_itself(self, make_lane: MakeLane) -> None:
         lane = make_lane(LaneSettings(worker_timeout_seconds=LIFETIME, max_events=8))
         worker = lane.worker("w1")

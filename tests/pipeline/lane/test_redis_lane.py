@@ -301,9 +301,24 @@ def test_given_an_entry_of_a_request_that_was_sent_again_after_its_deadline_then
     lane.send(request("r1", queue="@w"))
     raw.delete(f"{prefix}:lane:wanted:r1")  # as at its deadline
     lane.send(request("r1"))
+    assert not raw.exists(f"{prefix}:lane:queue:{MODEL}/@:default"), "the entry of before does not count"
     assert worker.take([own, anyone], 9, 0) == []
     assert lane.waiting([MODEL]) == {MODEL: 1}
     assert worker.take([LaneQueue(MODEL)], 9, 0) == [request("r1")]
+
+
+@pytest.mark.parametrize("expiry", ["its own", "its caller's too"])
+def test_given_an_addressed_request_that_expired_then_no_entry_of_it_counts(
+    lane: RedisLane, raw: Any, prefix: str, expiry: str
+) -> None:
+    lane.send(request("r1", tenant="gone", queue="@w"))
+    raw.delete(f"{prefix}:lane:wanted:r1")  # as at its deadline
+    if expiry == "its own":
+        assert lane.worker("w").take([LaneQueue(MODEL, "@w")], 1, 0) == []
+    else:
+        let_callers_die(raw, prefix)
+    assert lane.waiting([MODEL]) == {MODEL: 0}
+    assert not raw.exists(f"{prefix}:lane:queue:{MODEL}/@:gone", f"{prefix}:lane:turns:{MODEL}/@")
 
 
 def test_given_requests_of_many_tenants_for_another_worker_then_no_more_of_them_are_read_than_are_needed(
