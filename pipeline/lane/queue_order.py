@@ -50,7 +50,10 @@ class QueueOrder:
             general = LaneQueue(model, "", help_after_seconds)
             others = LaneQueue(model, ADDRESSED_TO_ANY, max(steal_after_seconds, help_after_seconds))
             self._orders: tuple[tuple[LaneQueue, ...], ...] = ((LaneQueue(model, DECODE), own, general, others),)
-            self._overdue: tuple[LaneQueue, ...] = (LaneQueue(model, "", OVERDUE_RATIO * help_after_seconds),)
+            self._overdue: tuple[LaneQueue, ...] = (
+                LaneQueue(model, "", OVERDUE_RATIO * help_after_seconds),
+                LaneQueue(model, ADDRESSED_TO_ANY, OVERDUE_RATIO * max(steal_after_seconds, help_after_seconds)),
+            )
         else:
             general, decode = LaneQueue(model), LaneQueue(model, DECODE, help_after_seconds)
             others = LaneQueue(model, ADDRESSED_TO_ANY, steal_after_seconds)
@@ -65,7 +68,10 @@ class QueueOrder:
         """The queues for the next call, the preferred ones first."""
         self._calls += 1
         order = self._orders[self._calls % len(self._orders)]
-        return (*self._overdue, *order) if self._calls % OVERDUE_CALLS == 0 else order
+        if self._calls % OVERDUE_CALLS:
+            return order
+        first = (self._calls // OVERDUE_CALLS) % len(self._overdue)  # in turn, or the second one would starve
+        return (*self._overdue[first:], *self._overdue[:first], *order)
 
 
 def queues_of_no_worker(model: str, steal_after_seconds: float) -> Sequence[LaneQueue]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from pipeline.lane.memory import MemoryLane
 from pipeline.lane.queue_order import QueueOrder, queues_of_no_worker
+from schemas.settings.kv_transfer import Role
 from schemas.workers.lane import LaneRequest
 from tests.pipeline.simulation import SimulatedClock
 
@@ -34,6 +37,20 @@ def test_given_a_busy_worker_then_no_queue_starves() -> None:
     assert counts["general"] >= 30
     assert counts["w"] >= 30
     assert counts["dead"] >= 5
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_given_a_busy_worker_with_a_role_then_no_queue_starves(role: Role) -> None:
+    clock = SimulatedClock()
+    lane, order = MemoryLane(clock), QueueOrder("m", "w", STEAL_AFTER, role, help_after_seconds=1.0)
+    for queue in ("", "decode", "@dead"):
+        send(lane, queue, 100)
+    own = {"prefill": "general", "decode": "decode"}[role]
+    assert set(take(lane, order, 40)) == {own}
+    clock.sleep(60.0)
+    counts = Counter(take(lane, order, 64))
+    assert counts[own] >= 50
+    assert min(counts["general"], counts["decode"], counts["dead"]) >= 4
 
 
 def test_given_nothing_of_its_own_then_a_worker_takes_what_has_waited_for_another() -> None:
