@@ -52,7 +52,7 @@ def test_evicted_blocks_come_back_to_other_places(
         before = [[tensor.cpu().clone() for tensor in group] for group in cache]
         blocks = BlockTransfer(cache)
         host = HostTier(blocks.allocate_host([5, 5]))
-        tiers = SecondTier(host, None, blocks)
+        tiers = SecondTier(host, None, None, blocks)
         if active is not None:
             active.waits.clear()
         # Given blocks that are stored, and written to by the same step,
@@ -82,7 +82,7 @@ def test_blocks_of_a_disk_and_of_host_memory_are_loaded_by_one_step() -> None:
         cache = tensors(DEVICE)
         blocks = BlockTransfer(cache)
         host = HostTier(blocks.allocate_host([2, 2]))
-        tiers = SecondTier(host, None, blocks)
+        tiers = SecondTier(host, None, None, blocks)
         tiers.store_evicted([BlockStore(1, key(1))])
         data = host.load(key(1))
         assert data is not None
@@ -94,7 +94,7 @@ def test_blocks_of_a_disk_and_of_host_memory_are_loaded_by_one_step() -> None:
 def test_a_slot_is_free_again_once_the_step_that_loads_it_was_submitted() -> None:
     blocks = BlockTransfer(tensors(torch.device("cpu")))
     host = HostTier(blocks.allocate_host([1, 1]))
-    tiers = SecondTier(host, None, blocks)
+    tiers = SecondTier(host, None, None, blocks)
     tiers.store_evicted([BlockStore(1, key(1))])
     data = host.load(key(1))
     assert data is not None

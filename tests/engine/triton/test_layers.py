@@ -246,7 +246,7 @@ def test_ranks_take_codes_and_have_caches_of_their_own(device: torch.device) -> 
     assert torch.equal(product(summed, rows), 2 * part(x))
     inner = CachedReference(KVLayout((CacheGroup((0,), None, 2),), 4, 1, 8), torch.float32, device)
     leader, one = LeaderAttention(inner, group), np.ones(1, np.int32)  # type: ignore[arg-type]
-    step = leader.prepare(AttentionBatch(0 * one, one, 1, (one[None],), (np.array([4]),)))
+    step = inner.prepare(AttentionBatch(0 * one, one, 1, (one[None],), (np.array([4]),)))
     cache = leader.layer_cache(0, step)
     assert cache is not None
     assert cache.keys is inner.storage.keys[0]

@@ -36,6 +36,11 @@ SELDOM = {
             ("tokenmill_release", "tokenmill_canary", "tokenmill_warmup", "tokenmill_kv_tier", "tokenmill_gpu")
         )
     ),
+    # Without --role:
+    "tokenmill_handovers_total",
+    "tokenmill_kv_fetch_seconds_total",
+    "tokenmill_kv_transfer_bytes_total",
+    "tokenmill_kv_transfers_failed_total",
 }  # fmt: skip
 """Reported only while there are samples (open jobs, drafts that could be compared, mixtures, a folder of blocks,
 GPUs), or never by a process that can't have candidates alongside it."""
