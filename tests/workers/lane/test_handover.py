@@ -30,6 +30,8 @@ from workers.lane.server import LaneServer, LaneServing
 from workers.model.loaded_model import LoadedModel
 from workers.shards.worker import ShardWorker, WorkerSettings
 
+pytestmark = pytest.mark.slow
+
 CLOCK = SystemClock()
 CALL = CallSettings(silence_timeout_seconds=0.2, poll_interval_seconds=0.02)
 LANE_SETTINGS = LaneSettings(worker_timeout_seconds=0.6)
