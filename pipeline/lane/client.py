@@ -149,8 +149,6 @@ class LaneCalls:
 
     def turn(self) -> Iterator[LaneEvent]:
         """Poll all calls once, waiting a while for the first event; yields their events."""
-        if self._router is not None:
-            self._router.refresh()
         with self._changed:
             calls = dict(self._calls)
         try:

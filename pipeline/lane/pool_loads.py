@@ -134,6 +134,13 @@ class PoolObserver:
         self._earlier: dict[str, deque[tuple[float, WorkerMetrics]]] = {}  # by worker
         self._read_at = self._refresh_at = -math.inf
 
+    def run(self, stop: threading.Event) -> None:
+        """Keep the loads fresh until `stop` is set."""
+        while True:
+            self.refresh()
+            if stop.wait(_REFRESH_SECONDS):
+                return
+
     def refresh(self) -> None:
         """Read the metrics if they haven't been read for two seconds."""
         now = self._clock.monotonic()

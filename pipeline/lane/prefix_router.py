@@ -63,18 +63,21 @@ class PrefixRouter:
         self._max_load_ratio = max_load_ratio
         self._lock = threading.Lock()
         self._workers: dict[str, list[str]] = {}  # by model
-        self._read_at = self._refresh_at = -math.inf
+        self._read_at = -math.inf
         self._open: dict[str, str] = {}  # request -> worker
         self._loads: Counter[str] = Counter()
         self._routes: Counter[Route] = Counter()
 
+    def run(self, stop: threading.Event) -> None:
+        """Read the heartbeats each second until `stop` is set. On a thread of its own: those of hundreds of workers
+        take tens of milliseconds, and an unreachable server its time-out."""
+        while True:
+            self.refresh()
+            if stop.wait(_REFRESH_SECONDS):
+                return
+
     def refresh(self) -> None:
-        """Read the heartbeats if they haven't been read for a second. For the thread that polls the lane: an
-        unreachable server delays the call by its time-out."""
-        now = self._clock.monotonic()
-        if now < self._refresh_at:
-            return
-        self._refresh_at = now + _REFRESH_SECONDS
+        """Read the heartbeats."""
         self._pools.refresh()
         try:
             states = self._heartbeats.workers()

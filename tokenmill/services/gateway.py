@@ -157,6 +157,8 @@ class GatewayService:
     def parts(self) -> dict[str, Part]:
         """The parts, which work until a stop signal, by name."""
         found: dict[str, Part] = {"http": self._serve, "finalizer": self._finalizer.run}
+        if self._router is not None:
+            found["prefix router"] = self._router.run
         return found if self._notifier is None else found | {"webhooks": self._notifier.run}
 
     def _serve(self, stop: threading.Event) -> None:

@@ -22,7 +22,6 @@ from workers.kv_transfer.server import BlockServer
 from workers.lane.handover import DecodeHandover, LaneHandover, PrefillHandover
 from workers.model.loaded_model import LoadedModel
 
-_REFRESH_SECONDS: Final = 0.5
 _ANY_ADDRESS: Final = ("0.0.0.0", "::")
 
 logger = structlog.get_logger(__name__)
@@ -82,12 +81,7 @@ def _with_address(options: KVTransferOptions, redis_url: str | None) -> KVTransf
 def _observing(pools: PoolObserver) -> Iterator[None]:
     """Keep the loads fresh, on a thread, until the block ends."""
     ended = threading.Event()
-
-    def run() -> None:
-        while not ended.wait(_REFRESH_SECONDS):
-            pools.refresh()
-
-    thread = threading.Thread(target=run, name="pool-loads", daemon=True)
+    thread = threading.Thread(target=pools.run, args=(ended,), name="pool-loads", daemon=True)
     thread.start()
     try:
         yield

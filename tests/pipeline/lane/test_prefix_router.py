@@ -19,6 +19,7 @@ from pipeline.ports import WorkerState
 from pipeline.runtime.availability import ServiceUnavailable
 from schemas.workers.lane import EndEvent, HandBackEvent, LaneRequest, TokensEvent
 from tests.pipeline.simulation import SimulatedClock
+from tests.waiting import HANG_SECONDS, wait_for
 
 MODEL = "m"
 LIFETIME = 10.0
@@ -144,10 +145,25 @@ def test_a_worker_that_falls_silent_gets_no_more_and_only_its_prefixes_move(setu
         assert worker in ("w3", after)
 
 
-def test_heartbeats_are_read_once_a_second(setup: Setup) -> None:
-    for _ in range(30):
-        setup.refresh(0.1)
-    assert setup.beats.reads == pytest.approx(1 + 3, abs=1)
+def test_heartbeats_are_read_on_a_thread_of_their_own_until_it_is_stopped(setup: Setup) -> None:
+    stop, reads = threading.Event(), setup.beats.reads
+    reading = threading.Thread(target=setup.router.run, args=(stop,))
+    reading.start()
+    wait_for(lambda: setup.beats.reads > reads, "they are read")
+    setup.beats.reads = 0
+    wait_for(lambda: setup.beats.reads, "and read again")
+    stop.set()
+    reading.join(HANG_SECONDS)
+    assert not reading.is_alive()
+
+
+def test_polling_for_events_reads_no_heartbeats(setup: Setup) -> None:
+    calls = LaneCalls(MemoryLane(setup.clock, LaneSettings()), setup.clock, CallSettings(), router=setup.router)
+    calls.start(chat("r"))
+    setup.clock.sleep(LIFETIME)
+    reads = setup.beats.reads
+    list(calls.turn())
+    assert setup.beats.reads == reads, "hundreds of workers would delay all streams"
 
 
 def test_while_heartbeats_can_not_be_read_the_last_ones_count_and_then_any_worker(setup: Setup) -> None:
