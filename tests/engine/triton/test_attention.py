@@ -446,6 +446,7 @@ SHARED_FORMS: dict[str, dict[str, Any]] = {
     ],
 )
 @pytest.mark.parametrize("split_keys", [4, pytest.param(1 << 20, marks=pytest.mark.exhaustive)])
+@pytest.mark.slow
 def test_a_prefix_that_sequences_share_is_read_by_one_block_table(
     form: str, split_keys: int, device: torch.device, upcast: bool, always_shared: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ class HeartbeatsContract:
         assert [state.name for state in beats.workers()] == ["b", "w10", "w2"]
         assert beats.workers()[1] == WorkerState("w10", waiting_tokens=5)
 
+    @pytest.mark.slow
     def test_workers_without_heartbeats_expire_and_the_others_live(
         self, beats: Heartbeats, pass_time: Callable[[float], None]
     ) -> None:
@@ -93,6 +94,7 @@ class HeartbeatsContract:
         beats.send_heartbeat(WorkerState("w"))
         assert beats.workers() == [WorkerState("w")]
 
+    @pytest.mark.slow
     def test_since_counts_from_the_first_stored_heartbeat(
         self, make_heartbeats: MakeHeartbeats, pass_time: Callable[[float], None]
     ) -> None:
@@ -114,6 +116,7 @@ class HeartbeatsContract:
         assert other.metrics() == {WHOLE.name: METRICS}
         assert other.workers() == [WHOLE, WorkerState("silent about itself")]
 
+    @pytest.mark.slow
     def test_metrics_are_removed_with_their_worker(
         self, make_heartbeats: MakeHeartbeats, pass_time: Callable[[float], None]
     ) -> None:

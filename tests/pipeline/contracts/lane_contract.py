@@ -226,6 +226,7 @@ class LaneContract:
         for tenant in "ab":
             assert [name for name in taken if name[0] == tenant] == [f"{tenant}{number}" for number in range(8)]
 
+    @pytest.mark.slow
     def test_a_request_that_comes_back_from_a_dead_worker_keeps_its_position(self, lane: OpenLane) -> None:
         dies, lives = lane.worker("dies"), lane.worker("lives")
         for number in range(3):
@@ -405,6 +406,7 @@ class LaneContract:
         assert other.take([LaneQueue(MODEL, ADDRESSED_TO_ANY, 0.1)], 1, 0.5, TenantShares({"a": 3}, max_each=3)) == []
         assert [one.id for one in other.take([ANY], 1, 2.0, TenantShares({"a": 2}, max_each=3))] == ["a0"]
 
+    @pytest.mark.slow
     def test_an_addressed_request_whose_worker_fell_silent_waits_in_the_general_queue_at_its_old_position(
         self, lane: OpenLane
     ) -> None:
@@ -510,6 +512,7 @@ class LaneContract:
         lane.cancel(request("r1"))
         assert [one.id for one in worker.take([LaneQueue(MODEL)], 9, 2.0)] == ["r2"]
 
+    @pytest.mark.slow
     def test_after_its_deadline_a_request_is_no_longer_wanted(self, lane: OpenLane, worker: LaneWorker) -> None:
         soon = datetime.now(UTC) + timedelta(seconds=3.0)
         lane.send(request("r1", deadline=soon))
@@ -521,6 +524,7 @@ class LaneContract:
 
     # -- workers that die
 
+    @pytest.mark.slow
     def test_what_a_dead_worker_did_not_answer_another_gets(self, lane: OpenLane) -> None:
         dies, lives = lane.worker("dies"), lane.worker("lives")
         lane.send(request())
@@ -534,6 +538,7 @@ class LaneContract:
         assert lives.emit([TokensEvent("r1", 1, 0, text="mine")]) == frozenset()
         assert read_events(lane, "r1") == [TokensEvent("r1", 1, 0, text="mine")]
 
+    @pytest.mark.slow
     def test_a_stopped_worker_adds_nothing_to_anothers_answer(self, lane: OpenLane) -> None:
         stopped, lives = lane.worker("stopped"), lane.worker("lives")
         for name in ("r1", "r2"):
@@ -548,6 +553,7 @@ class LaneContract:
         for name in ("r1", "r2"):
             assert read_events(lane, name) == [tokens(name, 0), end(name, 1)]
 
+    @pytest.mark.slow
     def test_what_a_worker_holds_stays_its_own(self, lane: OpenLane, worker: LaneWorker) -> None:
         lane.send(request())
         worker.take([LaneQueue(MODEL)], 1, 2.0)
@@ -557,6 +563,7 @@ class LaneContract:
             assert other.take([LaneQueue(MODEL)], 1, LIFETIME / 3) == []
         assert worker.emit([tokens("r1", 0)]) == frozenset()
 
+    @pytest.mark.slow
     def test_an_answer_whose_worker_died_is_lost_and_goes_on_in_a_later_attempt(self, lane: OpenLane) -> None:
         dies, lives = lane.worker("dies"), lane.worker("lives")
         stream = LaneStream(request())
@@ -577,6 +584,7 @@ class LaneContract:
         assert accepted == [tokens("r1", 0, attempt=2), end("r1", 1, attempt=2)]
         assert stream.ended
 
+    @pytest.mark.slow
     def test_an_ended_answer_is_not_lost(self, lane: OpenLane, worker: LaneWorker) -> None:
         lane.send(request())
         worker.take([LaneQueue(MODEL)], 1, 2.0)
@@ -642,6 +650,7 @@ class LaneContract:
         with pytest.raises(LaneFull):
             lane.send(request("r2"))
 
+    @pytest.mark.slow
     def test_what_is_cancelled_behind_its_deadline_leaves_room(self, make_lane: MakeLane) -> None:
         lane = make_lane(LaneSettings(worker_timeout_seconds=LIFETIME, max_waiting=2))
         deadline = datetime.now(UTC) + timedelta(seconds=3.0)

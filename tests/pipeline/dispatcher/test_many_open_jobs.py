@@ -82,6 +82,7 @@ def controller(world: World) -> tuple[JobController, Dispatcher]:
     return JobController(world, dispatcher, settings=JobControllerSettings(refresh_interval_seconds=0.0)), dispatcher
 
 
+@pytest.mark.slow
 def test_given_many_idle_jobs_then_a_tick_reads_a_few_of_them_and_a_cancelled_one_is_seen(
     store: CountingStore, world: World
 ) -> None:

@@ -131,6 +131,7 @@ def consume(harness: KafkaHarness, topic: str, count: int) -> list[tuple[bytes |
     ]
 
 
+@pytest.mark.slow
 def test_given_a_kafka_job_when_it_is_done_then_each_result_is_sent_with_its_records_key_and_replies(
     harness: KafkaHarness,
 ) -> None:
@@ -180,6 +181,7 @@ def test_given_a_publisher_that_dies_between_a_send_and_its_marker_when_another_
         assert len({(key, value, headers[name]) for key, value, headers in found}) == different, "a repeat is different"
 
 
+@pytest.mark.slow
 def test_given_a_job_that_runs_when_parts_are_committed_then_they_are_announced_before_its_end(
     harness: KafkaHarness,
 ) -> None:

@@ -109,6 +109,7 @@ def text_of(events: list[LaneEvent]) -> str:
 # -- calls, with faults
 
 
+@pytest.mark.slow
 def test_a_call_whose_worker_dies_in_the_middle_goes_on_elsewhere_behind_its_tokens(
     lane: RedisLane, start_worker: Callable[..., Worker]
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_call_whose_worker_dies_in_the_middle_goes_on_elsewhere_behind_its_tok
 
 
 @pytest.mark.parametrize("fault", ["emptied", "stopped"])
+@pytest.mark.slow
 def test_a_call_goes_on_when_the_server_is_restarted_empty_or_stands_still(
     redis_server: RedisServer, lane: RedisLane, start_worker: Callable[..., Worker], fault: str
 ) -> None:
@@ -144,6 +146,7 @@ def test_a_call_goes_on_when_the_server_is_restarted_empty_or_stands_still(
     assert text_of(came) == "".join(f"{token} " for token in range(30))
 
 
+@pytest.mark.slow
 def test_a_call_that_no_worker_survives_ends_with_an_error(
     lane: RedisLane, start_worker: Callable[..., Worker]
 ) -> None:
@@ -188,6 +191,7 @@ def in_seconds(clock: SystemClock, seconds: float) -> Any:
     return clock.now() + timedelta(seconds=seconds)
 
 
+@pytest.mark.slow
 def test_a_server_that_stands_still_fails_every_call_in_time(redis_server: RedisServer, lane: RedisLane) -> None:
     worker = lane.worker("w")
     lane.send(request())

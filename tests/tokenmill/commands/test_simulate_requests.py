@@ -26,6 +26,7 @@ QUICK = (
 )
 
 
+@pytest.mark.slow
 def test_given_workers_when_simulated_then_each_deployment_has_its_line(tokenmill: Any) -> None:
     found = json.loads(tokenmill(*QUICK, "--price", "h100=2", "--json").out)
     assert found["prices"] == {"h100": 2.0}

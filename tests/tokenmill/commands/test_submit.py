@@ -201,6 +201,7 @@ def test_a_bucket_gets_the_object_with_its_options_and_the_id_is_the_jobs(
     assert "ASCII" in refused.error
 
 
+@pytest.mark.slow
 def test_a_topic_gets_a_record_and_the_id_is_the_jobs(
     kafka_broker: KafkaBroker, unique_name: Callable[[], str], world: World, source: Path, folder: Path, tokenmill: Any,
     monkeypatch: pytest.MonkeyPatch,

@@ -63,6 +63,7 @@ def harness(tmp_path: Path) -> ReleasesHarness:
 
 
 @pytest.mark.parametrize("when", ["waiting for a release", "working on copies"])
+@pytest.mark.slow
 def test_given_a_store_that_is_away_for_a_while_then_the_candidate_goes_on(
     when: str, harness: ReleasesHarness, model_folder: Path
 ) -> None:

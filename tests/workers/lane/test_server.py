@@ -523,6 +523,7 @@ def test_behind_its_deadline_a_request_ends_with_an_error(host: Any, kit: Any, l
     wait_until(lambda: not model.engine.has_work)
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_finishes_requests_within_its_grace_and_hands_back_the_rest(
     host: Any, kit: Any, work: Any
 ) -> None:

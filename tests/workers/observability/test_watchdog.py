@@ -31,6 +31,7 @@ print("ended", flush=True)
 
 
 @pytest.mark.parametrize("how", ["stuck", "well"])
+@pytest.mark.slow
 def test_only_a_silent_worker_is_ended(how: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, how],

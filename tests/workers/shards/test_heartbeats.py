@@ -81,6 +81,7 @@ def test_given_a_repeat_that_fails_then_the_loop_raises_it(kit: Any, clock: Any,
         _ = sender.is_due
 
 
+@pytest.mark.slow
 def test_given_a_step_that_outlasts_heartbeats_then_the_worker_sends_them_meanwhile(
     model_folder: Any, kit: Any
 ) -> None:

@@ -130,6 +130,7 @@ def test_one_that_puts_goes_on_after_the_server_came_back(redis_server: RedisSer
     assert queue.take(["q"], HANG_SECONDS) == ShardTask("job-a", 2)
 
 
+@pytest.mark.slow
 def test_a_server_that_stands_still_fails_in_time_and_is_used_again_when_it_goes_on(
     redis_server: RedisServer, queue: CeleryQueue
 ) -> None:

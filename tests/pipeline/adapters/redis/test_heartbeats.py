@@ -80,6 +80,7 @@ def test_a_server_that_was_emptied_counts_anew_and_the_next_beat_is_received(
     assert beats.workers() == [W]
 
 
+@pytest.mark.slow
 def test_a_server_that_was_down_and_still_has_its_data_counts_anew_too(
     redis_server: RedisServer, beats: RedisHeartbeats
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_server_that_was_down_and_still_has_its_data_counts_anew_too(
     assert beats.since() <= time.monotonic() - started + MILLISECOND, "so no worker may be taken for dead yet"
 
 
+@pytest.mark.slow
 def test_a_server_that_stood_still_fails_in_time_and_counts_anew(
     redis_server: RedisServer, open_heartbeats: OpenHeartbeats
 ) -> None:

@@ -24,6 +24,7 @@ def open_lease(redis_server: RedisServer, unique_name: Callable[[], str]) -> Ope
     return lambda: RedisLease(settings, "dispatcher", LIFETIME, SystemClock(), SystemRandomness())
 
 
+@pytest.mark.slow
 def test_one_of_two_holds_the_lease_as_long_as_it_renews(open_lease: OpenLease) -> None:
     one, two = open_lease(), open_lease()
     assert (one.held(), one.renew(), two.renew()) == (False, True, False)
@@ -35,6 +36,7 @@ def test_one_of_two_holds_the_lease_as_long_as_it_renews(open_lease: OpenLease) 
     assert not two.held()
 
 
+@pytest.mark.slow
 def test_a_silent_holder_loses_the_lease_and_knows_without_a_request(open_lease: OpenLease) -> None:
     one, two = open_lease(), open_lease()
     assert one.renew()
@@ -66,6 +68,7 @@ def test_on_a_server_without_its_data_the_first_to_renew_has_the_lease(
     assert not one.held()
 
 
+@pytest.mark.slow
 def test_without_a_server_the_lease_expires(redis_server: RedisServer, open_lease: OpenLease) -> None:
     one = open_lease()
     assert one.renew()

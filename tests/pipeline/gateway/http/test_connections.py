@@ -174,6 +174,7 @@ def test_an_unexpected_error_on_a_websocket_is_reported_and_other_websockets_con
         wait_for(lambda: not harness.app.active, "a connection stays")
 
 
+@pytest.mark.slow
 def test_a_stalled_reader_is_disconnected_and_a_slow_one_is_not(tmp_path: Path) -> None:
     with (
         run_http_harness(tmp_path, settings=GatewayOptions(write_timeout_seconds=0.5)) as harness,

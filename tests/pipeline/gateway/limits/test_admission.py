@@ -122,6 +122,7 @@ def test_limits_of_a_tenant_and_of_a_key_have_precedence(makes: Makes) -> None:
     assert caller(requests_per_minute=4).limits.over(settings.key).running_requests == 7
 
 
+@pytest.mark.slow
 def test_a_request_succeeds_after_retry_after(makes: Makes) -> None:
     limiter = makes(RateSettings(key=RateLimits(requests_per_minute=2, tokens_per_minute=100), window=2))
     at_a_windows_beginning(2)
@@ -140,6 +141,7 @@ def test_a_request_succeeds_after_retry_after(makes: Makes) -> None:
     assert 0 <= int(ticket.headers["x-ratelimit-remaining-tokens"]) <= 60, "it was counted"
 
 
+@pytest.mark.slow
 def test_tokens_are_taken_at_admission_and_unused_ones_are_released(makes: Makes) -> None:
     limiter = makes(RateSettings(tenant=RateLimits(tokens_per_minute=100), window=DAY))
     ticket = limiter.admit(caller(), "a", 80, 60.0)
@@ -162,6 +164,7 @@ def test_tokens_are_taken_at_admission_and_unused_ones_are_released(makes: Makes
     refused(lambda: late.admit(caller("late"), "c", 10, 60.0))
 
 
+@pytest.mark.slow
 def test_tokens_of_a_window_are_not_released_into_the_next_one(makes: Makes) -> None:
     # Given all of a window's tokens taken,
     limiter = makes(RateSettings(tenant=RateLimits(tokens_per_minute=1_000), window=2))

@@ -394,6 +394,7 @@ def test_a_broker_that_hangs_is_given_up_and_found_again(harness: CeleryHarness,
     assert len({*harness.jobs(), harness.run_task("submit", requests(2))}) == 2
 
 
+@pytest.mark.slow
 def test_a_result_backend_that_stalls_is_no_failure_of_the_task(harness: CeleryHarness, tmp_path: Path) -> None:
     """By default Celery reports a socket time-out to the caller, and executes the task all the same."""
     (tmp_path / "results").mkdir()

@@ -308,6 +308,7 @@ def test_given_a_tenant_without_room_when_events_come_then_the_queue_is_not_poll
     assert len(harness.jobs()) == 2
 
 
+@pytest.mark.slow
 def test_given_work_that_takes_longer_than_messages_stay_hidden_when_others_look_then_they_see_none(
     harness: NotifiedInboxHarness,
 ) -> None:

@@ -48,6 +48,7 @@ def consume_dead_letters(
     return Counter((one.key, one.value, tuple(one.headers)) for one in harness.consume(harness.deadletter, count))
 
 
+@pytest.mark.slow
 def test_given_a_topic_that_was_silent_when_it_is_back_then_it_gets_the_messages_that_it_would_have_got(
     harness: KafkaHarness, nowhere: KafkaHarness, tmp_path: Path
 ) -> None:

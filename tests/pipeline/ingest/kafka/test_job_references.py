@@ -21,6 +21,7 @@ def harness(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path:
     harness.close()
 
 
+@pytest.mark.slow
 def test_given_jobs_by_reference_when_they_come_and_come_again_then_each_is_one_job_or_a_dead_letter(
     harness: KafkaHarness, tmp_path: Path
 ) -> None:

@@ -154,6 +154,7 @@ class BlockedIntake(Intake):
         return super().accept(draft)
 
 
+@pytest.mark.slow
 def test_given_a_batch_stored_a_moment_ago_when_its_partition_is_taken_away_then_its_offset_is_committed_first(
     harness: KafkaHarness,
 ) -> None:

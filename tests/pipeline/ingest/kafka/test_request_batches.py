@@ -92,6 +92,7 @@ def test_given_all_was_taken_when_another_group_reads_it_again_then_no_job_is_ne
     assert len(harness.lines()) == 30
 
 
+@pytest.mark.slow
 def test_given_two_consumers_that_both_think_the_partition_theirs_when_they_read_at_once_then_each_row_is_once(
     harness: KafkaHarness,
 ) -> None:
@@ -156,6 +157,7 @@ def test_given_the_dead_letters_topic_does_not_answer_when_poison_comes_then_the
     assert harness.lines() == ["a"]
 
 
+@pytest.mark.slow
 def test_given_a_producer_that_sends_again_when_it_does_in_a_batch_later_and_to_another_consumer_then_it_is_one_request(
     harness: KafkaHarness,
 ) -> None:
@@ -178,6 +180,7 @@ def test_given_a_producer_that_sends_again_when_it_does_in_a_batch_later_and_to_
     assert sum(batch.resent for batch in harness.batches()) == 3
 
 
+@pytest.mark.slow
 def test_given_no_room_for_the_tenant_when_records_come_then_the_partition_waits_without_leaving_the_group(
     harness: KafkaHarness,
 ) -> None:
@@ -195,6 +198,7 @@ def test_given_no_room_for_the_tenant_when_records_come_then_the_partition_waits
     assert ingest.counts.rebalances == 1
 
 
+@pytest.mark.slow
 def test_given_storage_slower_than_the_poll_interval_when_records_come_then_the_member_stays_and_all_are_taken(
     kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path
 ) -> None:
@@ -215,6 +219,7 @@ def test_given_storage_slower_than_the_poll_interval_when_records_come_then_the_
     harness.close()
 
 
+@pytest.mark.slow
 def test_given_a_log_that_was_cut_when_the_client_goes_back_then_ingest_begins_again_and_doubles_nothing(
     harness: KafkaHarness,
 ) -> None:

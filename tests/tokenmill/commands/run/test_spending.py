@@ -85,6 +85,7 @@ def test_given_a_job_smaller_than_what_shows_its_cost_then_the_summary_says_that
     assert "cost limit" in ended.err
 
 
+@pytest.mark.slow
 def test_given_a_limit_and_no_price_then_nothing_is_begun(
     tokenmill: Cli, folder: Path, job: tuple[object, ...]
 ) -> None:
