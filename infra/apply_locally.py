@@ -44,10 +44,13 @@ NOT_APPLIED: Final = {
     "events.aws_vpc_security_group_egress_rule.brokers",
     "events.aws_vpc_security_group_ingress_rule.brokers",
     "events.aws_vpc_security_group_ingress_rule.kafka",
+    "network.aws_security_group.kv_transfer",
+    "network.aws_vpc_security_group_egress_rule.kv_transfer",
+    "network.aws_vpc_security_group_ingress_rule.kv_transfer",
     "observability.aws_cloudwatch_metric_alarm.kafka_disk",
 }
 """Resource blocks that no example applies here, as MODULE.TYPE.NAME: neither ministack nor moto can create an MSK
-cluster that the provider can read. `terraform test` plans them with a mock."""
+cluster that the provider can read, and no fleet here has a role. `terraform test` plans them with a mock."""
 
 MANY: Final = 40
 """Fewest resources after an apply. A listing that finds fewer is broken, and would find none after destroy, too."""

@@ -14,6 +14,7 @@ from pipeline.scaling.backlog import BacklogMetrics, ModelBacklog
 from pipeline.scaling.cloudwatch import CloudWatch
 from pipeline.scaling.policy import PolicyState, PoolObservation, decide
 from schemas.settings.autoscaling import ScalingLimits
+from schemas.settings.kv_transfer import Role
 from schemas.settings.settings import Settings
 
 TERRAFORM = Path(__file__).parents[2] / "infra/terraform"
@@ -54,6 +55,12 @@ def test_given_the_engines_of_a_fleet_then_they_are_those_of_the_setting() -> No
     text = (TERRAFORM / "modules/workers/variables.tf").read_text(encoding="utf-8")
     (engines,) = re.findall(r"contains\(\[(.+)\], var\.engine\)", text)
     assert set(re.findall(r'"(\w+)"', engines)) == set(get_args(Settings.model_fields["engine"].annotation))
+
+
+def test_given_the_roles_of_a_fleet_then_they_are_those_of_a_worker() -> None:
+    text = (TERRAFORM / "modules/workers/variables.tf").read_text(encoding="utf-8")
+    (roles,) = re.findall(r"contains\(\[(.+)\], var\.role\)", text)
+    assert set(re.findall(r'"(\w+)"', roles)) == set(get_args(Role))
 
 
 def test_given_the_examples_then_both_pin_the_same_provider() -> None:

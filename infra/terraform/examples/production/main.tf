@@ -20,6 +20,7 @@ module "network" {
   nat                 = "none"
   interface_endpoints = local.endpoints
   reachable_buckets   = ["arn:aws:s3:::${var.bucket_name}", "arn:aws:s3:::${var.weights_bucket}"]
+  kv_transfer_port    = anytrue([for fleet in values(var.fleets) : fleet.role != "both"]) ? var.kv_transfer_port : null
   flow_logs           = true
   kms_key_arn         = aws_kms_key.this.arn
   tags                = local.tags
@@ -84,7 +85,7 @@ module "control" {
 
   intake     = { count = 2 }
   dispatcher = { count = 2, cpu = 2048, memory = 4096 }
-  fleets     = { for name, fleet in var.fleets : name => { models = fleet.models, scaling = fleet.scaling } }
+  fleets     = { for name, fleet in var.fleets : name => { models = fleet.models, role = fleet.role, scaling = fleet.scaling } }
 
   gateway = one([for chosen in var.gateway[*] : merge(chosen, { balancer_subnets = module.network.private_subnet_ids })])
 }
@@ -103,6 +104,8 @@ module "workers" {
   engine          = each.value.engine
   engine_options  = each.value.engine_options
   models          = each.value.models
+  role            = each.value.role
+  kv_transfer     = module.network.kv_transfer
   model_arns      = ["arn:aws:s3:::${var.weights_bucket}/*"]
   options         = each.value.options
   gpus_per_worker = each.value.gpus_per_worker

@@ -60,6 +60,7 @@ variable "fleets" {
   description = "Fleets of workers, each for its models, on pools of machines bought on demand or as spot. See the module workers for each field."
   type = map(object({
     models          = list(string)
+    role            = optional(string, "both")
     options         = optional(list(string), [])
     engine          = optional(string, "auto")
     engine_options  = optional(map(string), {})
@@ -81,6 +82,12 @@ variable "fleets" {
     })
     backlog_seconds = optional(number, 21600)
   }))
+}
+
+variable "kv_transfer_port" {
+  description = "Port on which prefill workers serve KV blocks to decode workers. Open between workers with a role only, if there are any."
+  type        = number
+  default     = 9200
 }
 
 variable "prefixes" {

@@ -16,6 +16,7 @@ locals {
   # A pool of `tokenmill autoscale` is a fleet here.
   pools = { for name, fleet in var.fleets : name => {
     models = [for model in fleet.models : split("=", model)[0]]
+    role   = fleet.role
     limits = {
       min_workers             = fleet.scaling.min
       max_workers             = fleet.scaling.max

@@ -142,9 +142,10 @@ variable "metric_namespace" {
 }
 
 variable "fleets" {
-  description = "Fleets of workers, by name: their models, and their scaling as in the module workers. The dispatcher computes their desired workers."
+  description = "Fleets of workers, by name: their models, role and scaling as in the module workers. The dispatcher computes their desired workers."
   type = map(object({
     models = list(string)
+    role   = optional(string, "both")
     scaling = object({
       min                = optional(number, 0)
       max                = number
@@ -153,6 +154,14 @@ variable "fleets" {
     })
   }))
   default = {}
+
+  validation {
+    condition = alltrue([
+      for roles in values({ for pair in flatten([for fleet in values(var.fleets) : [for model in fleet.models : { model = split("=", model)[0], role = fleet.role }]]) : pair.model => pair.role... }) :
+      length(roles) == 1 ? roles[0] == "both" : sort(roles) == tolist(["decode", "prefill"])
+    ])
+    error_message = "Each model has one fleet of the role both, or one of the role prefill and one of the role decode."
+  }
 }
 
 variable "log_retention_days" {

@@ -69,6 +69,17 @@ variable "reachable_buckets" {
   default     = null
 }
 
+variable "kv_transfer_port" {
+  description = "Port on which prefill workers serve KV blocks to decode workers. Only members of the output kv_transfer's security group reach it, at each other. null: no worker has a role."
+  type        = number
+  default     = null
+
+  validation {
+    condition     = var.kv_transfer_port == null || try(var.kv_transfer_port >= 1024 && var.kv_transfer_port < 32768 && floor(var.kv_transfer_port) == var.kv_transfer_port, false)
+    error_message = "Give a port from 1024 to 32767: lower ones are reserved, and higher ones may be in use by outgoing connections."
+  }
+}
+
 variable "flow_logs" {
   description = "Whether rejected connections are logged."
   type        = bool

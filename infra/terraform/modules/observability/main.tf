@@ -5,7 +5,7 @@ data "aws_caller_identity" "current" {}
 
 locals {
   topic  = [aws_sns_topic.alarms.arn]
-  models = flatten([for fleet in values(var.fleets) : fleet.model_names])
+  models = distinct(flatten([for fleet in values(var.fleets) : fleet.model_names])) # prefill and decode fleets share them
 }
 
 resource "aws_sns_topic" "alarms" {

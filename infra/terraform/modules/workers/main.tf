@@ -22,6 +22,16 @@ locals {
   # Less than the two minutes' notice of a spot instance; more than the lane's drain and a last checkpoint take.
   stop_seconds = 110
 
+  # Prefill workers listen on all of the machine's addresses, and advertise the one towards Redis.
+  has_role = var.role != "both"
+  serving = var.role == "prefill" ? {
+    TOKENMILL_KV_TRANSFER__HOST = "0.0.0.0"
+    TOKENMILL_KV_TRANSFER__PORT = tostring(var.kv_transfer.port)
+  } : {}
+
+  # On the host's network a mapping opens nothing: ECS places no second task that needs the port on the machine.
+  ports = var.role == "prefill" ? [{ containerPort = var.kv_transfer.port, hostPort = var.kv_transfer.port, protocol = "tcp" }] : []
+
   environment = merge(
     {
       AWS_DEFAULT_REGION            = local.region
@@ -36,6 +46,7 @@ locals {
       NVIDIA_DRIVER_CAPABILITIES    = "compute,utility"
       AWS_EC2_METADATA_DISABLED     = "true" # the task uses its own credentials, never the instance's
     },
+    local.serving,
     var.environment,
     { for name, value in var.engine_options : "TOKENMILL_VLLM__${upper(name)}" => value },
   )
@@ -43,7 +54,7 @@ locals {
   # Ranks of one model exchange data in shared memory; Docker's 64 MiB are too few for vLLM's.
   shared_memory = var.engine == "vllm" && var.gpus_per_worker > 1 ? { sharedMemorySize = 1024 * var.gpus_per_worker } : {}
 
-  command = concat(["worker"], flatten([for model in var.models : ["--model", model]]), var.options)
+  command = concat(["worker"], flatten([for model in var.models : ["--model", model]]), local.has_role ? ["--role", var.role] : [], var.options)
 }
 
 resource "aws_ecs_cluster" "this" {
@@ -124,7 +135,7 @@ resource "aws_ecs_task_definition" "this" {
     readonlyRootFilesystem = true
     memoryReservation      = var.memory_mib
     resourceRequirements   = [{ type = "GPU", value = tostring(var.gpus_per_worker) }]
-    portMappings           = []
+    portMappings           = local.ports
     mountPoints = [
       { sourceVolume = "cache", containerPath = "/cache", readOnly = false },
       { sourceVolume = "scratch", containerPath = "/tmp", readOnly = false },

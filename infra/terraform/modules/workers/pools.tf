@@ -29,7 +29,7 @@ resource "aws_launch_template" "this" {
   network_interfaces {
     associate_public_ip_address = false
     delete_on_termination       = true
-    security_groups             = [aws_security_group.this.id]
+    security_groups             = concat([aws_security_group.this.id], local.has_role ? [var.kv_transfer.security_group_id] : [])
   }
 
   block_device_mappings {

@@ -86,6 +86,36 @@ variable "engine_options" {
   }
 }
 
+variable "role" {
+  description = "What all workers of the fleet compute of interactive requests: both, or prefill or decode, each with a fleet of the other role and the same models. A machine holds one prefill worker, since they share its port: give them machines with one GPU."
+  type        = string
+  default     = "both"
+
+  validation {
+    condition     = contains(["both", "prefill", "decode"], var.role)
+    error_message = "role is both, prefill or decode."
+  }
+
+  validation {
+    condition     = var.role == "both" || (var.engine != "vllm" && var.engine != "transformers" && var.gpus_per_worker == 1)
+    error_message = "Only tokenmill's own engine on one GPU exchanges KV blocks: leave role out, or use the engine auto or tokenmill with gpus_per_worker = 1."
+  }
+
+  validation {
+    condition     = var.role == "both" || var.kv_transfer != null
+    error_message = "Workers with a role exchange KV blocks: set kv_transfer_port of the module network, and pass its output kv_transfer."
+  }
+}
+
+variable "kv_transfer" {
+  description = "The module network's output: port of KV transfers, and the security group within which it is open. Only for workers with a role."
+  type = object({
+    port              = number
+    security_group_id = string
+  })
+  default = null
+}
+
 variable "models" {
   description = "Models to serve, each as NAME=MODEL. NAME is its name in requests; MODEL is s3://BUCKET/PREFIX, a hub name (needs NAT), or a path in the image. Of several, one is loaded at a time."
   type        = list(string)
@@ -106,6 +136,11 @@ variable "options" {
   description = "More options of `tokenmill worker`, such as [\"--quantize\", \"fp8\"]."
   type        = list(string)
   default     = []
+
+  validation {
+    condition     = length([for option in var.options : option if split("=", option)[0] == "--role"]) == 0
+    error_message = "Set role instead of the option --role: it also opens the port of KV transfers."
+  }
 }
 
 variable "bucket_arn" {
@@ -120,6 +155,11 @@ variable "environment" {
   validation {
     condition     = !contains(keys(var.environment), "TOKENMILL_ENGINE")
     error_message = "Set engine instead of TOKENMILL_ENGINE: it also selects the image."
+  }
+
+  validation {
+    condition     = !contains(keys(var.environment), "TOKENMILL_KV_TRANSFER__PORT")
+    error_message = "Set kv_transfer_port of the module network instead of TOKENMILL_KV_TRANSFER__PORT: it also opens the port."
   }
 }
 

@@ -130,6 +130,49 @@ run "a_fleet_with_vllm_needs_its_image" {
   expect_failures = [var.vllm_image]
 }
 
+run "prefill_and_decode_workers" {
+  variables {
+    fleets = {
+      prompts = {
+        models  = ["llama=s3://weights/llama"]
+        role    = "prefill"
+        pools   = { steady = { purchase = "on_demand", instance_types = ["p5.4xlarge"], max_instances = 2 } }
+        scaling = { min = 1, max = 2 }
+      }
+      answers = {
+        models  = ["llama=s3://weights/llama"]
+        role    = "decode"
+        pools   = { steady = { purchase = "on_demand", instance_types = ["g6e.xlarge"], max_instances = 6 } }
+        scaling = { min = 1, max = 6 }
+      }
+    }
+  }
+
+  assert {
+    condition     = [for name in ["worker-prompts", "worker-answers"] : slice(output.processes[name].command, 3, 5)] == [["--role", "prefill"], ["--role", "decode"]]
+    error_message = "a fleet has no role, or the other one's"
+  }
+
+  assert {
+    condition     = output.processes["worker-prompts"].environment.TOKENMILL_KV_TRANSFER__PORT == tostring(module.network.kv_transfer.port)
+    error_message = "the workers serve blocks on another port than the open one"
+  }
+
+  assert {
+    condition     = { for name, pool in jsondecode(output.processes["dispatcher"].environment.TOKENMILL_AUTOSCALE__POOLS) : name => pool.role } == { prompts = "prefill", answers = "decode" }
+    error_message = "the autoscaler does not have the fleets' roles"
+  }
+}
+
+run "no_role_no_port" {
+  command = plan
+
+  assert {
+    condition     = module.network.kv_transfer == null
+    error_message = "a port is open that no worker uses"
+  }
+}
+
 run "one_zone_is_not_enough" {
   command = plan
 

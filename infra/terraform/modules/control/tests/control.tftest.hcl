@@ -62,10 +62,50 @@ run "fleets_are_pools" {
       for variable in jsondecode(aws_ecs_task_definition.this["dispatcher"].container_definitions)[0].environment :
       variable.value if variable.name == "TOKENMILL_AUTOSCALE__POOLS"
       ])) == {
-      gpu = { models = ["llama", "embed"], limits = { min_workers = 0, max_workers = 40, cold_start_seconds = 300, standard_target_seconds = 3600 } }
+      gpu = { models = ["llama", "embed"], role = "both", limits = { min_workers = 0, max_workers = 40, cold_start_seconds = 300, standard_target_seconds = 3600 } }
     }
     error_message = "the dispatcher has no pool for the fleet, or other limits than the fleet's"
   }
+}
+
+run "roles_are_pools_of_their_own" {
+  variables {
+    fleets = {
+      prompts = { models = ["llama=s3://weights/llama"], role = "prefill", scaling = { max = 2 } }
+      answers = { models = ["llama=s3://weights/llama"], role = "decode", scaling = { max = 6 } }
+      embed   = { models = ["embed=s3://weights/embed"], scaling = { max = 1 } }
+    }
+  }
+
+  assert {
+    condition = {
+      for name, pool in jsondecode(output.processes["dispatcher"].environment.TOKENMILL_AUTOSCALE__POOLS) : name => pool.role
+    } == { prompts = "prefill", answers = "decode", embed = "both" }
+    error_message = "the dispatcher counts a fleet's workers as another role's"
+  }
+}
+
+run "a_role_alone" {
+  command = plan
+
+  variables {
+    fleets = { prompts = { models = ["llama=s3://weights/llama"], role = "prefill", scaling = { max = 2 } } }
+  }
+
+  expect_failures = [var.fleets]
+}
+
+run "a_model_in_two_fleets" {
+  command = plan
+
+  variables {
+    fleets = {
+      one     = { models = ["llama=s3://weights/llama"], scaling = { max = 2 } }
+      answers = { models = ["llama=s3://weights/llama"], role = "decode", scaling = { max = 6 } }
+    }
+  }
+
+  expect_failures = [var.fleets]
 }
 
 run "prefixes_of_two_tenants" {

@@ -64,3 +64,65 @@ run "zones_are_different" {
 
   expect_failures = [var.availability_zones]
 }
+
+run "no_worker_has_a_role" {
+  command = plan
+
+  assert {
+    condition     = length(aws_security_group.kv_transfer) + length(aws_vpc_security_group_ingress_rule.kv_transfer) + length(aws_vpc_security_group_egress_rule.kv_transfer) == 0 && output.kv_transfer == null
+    error_message = "a port is open that no worker uses"
+  }
+}
+
+run "kv_transfer" {
+  variables {
+    kv_transfer_port = 9300
+  }
+
+  assert {
+    condition = alltrue([
+      for rule in concat(aws_vpc_security_group_ingress_rule.kv_transfer, aws_vpc_security_group_egress_rule.kv_transfer) :
+      rule.ip_protocol == "tcp" && rule.from_port == 9300 && rule.to_port == 9300
+    ])
+    error_message = "other ports are open, or not this one"
+  }
+
+  assert {
+    condition = alltrue([
+      for rule in concat(aws_vpc_security_group_ingress_rule.kv_transfer, aws_vpc_security_group_egress_rule.kv_transfer) :
+      rule.security_group_id == aws_security_group.kv_transfer[0].id && rule.referenced_security_group_id == rule.security_group_id
+      && rule.cidr_ipv4 == null && rule.cidr_ipv6 == null && rule.prefix_list_id == null
+    ])
+    error_message = "others than the group's members reach the port, or the members don't"
+  }
+
+  assert {
+    condition     = length(aws_vpc_security_group_ingress_rule.kv_transfer) == 1 && length(aws_vpc_security_group_egress_rule.kv_transfer) == 1
+    error_message = "the port is closed for one direction"
+  }
+
+  assert {
+    condition     = output.kv_transfer == { port = 9300, security_group_id = aws_security_group.kv_transfer[0].id }
+    error_message = "workers get another port or group"
+  }
+}
+
+run "a_port_of_outgoing_connections" {
+  command = plan
+
+  variables {
+    kv_transfer_port = 32768
+  }
+
+  expect_failures = [var.kv_transfer_port]
+}
+
+run "a_reserved_port" {
+  command = plan
+
+  variables {
+    kv_transfer_port = 1023
+  }
+
+  expect_failures = [var.kv_transfer_port]
+}

@@ -49,6 +49,17 @@ run "the_least" {
   }
 }
 
+run "two_fleets_of_a_model" {
+  variables {
+    fleets = { prompts = { model_names = ["llama"] }, answers = { model_names = ["llama"] } }
+  }
+
+  assert {
+    condition     = [for metric in jsondecode(aws_cloudwatch_dashboard.this.dashboard_body).widgets[0].properties.metrics : metric[5]] == ["llama"]
+    error_message = "a graph shows the model twice"
+  }
+}
+
 run "with_everything" {
   variables {
     balancer       = { arn_suffix = "app/gateway/0", target_group_suffix = "targetgroup/gateway/0" }

@@ -232,3 +232,137 @@ run "latest_is_no_version" {
 
   expect_failures = [var.image]
 }
+
+run "workers_of_both_roles" {
+  variables {
+    kv_transfer = { port = 9300, security_group_id = "sg-kv" }
+  }
+
+  assert {
+    condition = !contains(output.process.command, "--role") && jsondecode(aws_ecs_task_definition.this.container_definitions)[0].portMappings == [] && alltrue([
+      for name in keys(output.process.environment) : !startswith(name, "TOKENMILL_KV_TRANSFER")
+    ])
+    error_message = "a worker without a role listens"
+  }
+
+  assert {
+    condition     = alltrue([for template in aws_launch_template.this : !contains(template.network_interfaces[0].security_groups, "sg-kv")])
+    error_message = "a worker without a role reaches KV blocks"
+  }
+}
+
+run "prefill" {
+  variables {
+    role        = "prefill"
+    kv_transfer = { port = 9300, security_group_id = "sg-kv" }
+    options     = ["--quantize", "fp8"]
+  }
+
+  assert {
+    condition     = output.process.command == ["worker", "--model", "llama=s3://weights/llama", "--model", "embed=s3://weights/embed", "--role", "prefill", "--quantize", "fp8"]
+    error_message = "the container computes whole requests"
+  }
+
+  assert {
+    condition     = output.process.environment.TOKENMILL_KV_TRANSFER__PORT == "9300" && output.process.environment.TOKENMILL_KV_TRANSFER__HOST == "0.0.0.0"
+    error_message = "the worker listens where no decode worker reaches it"
+  }
+
+  assert {
+    condition     = [for mapping in jsondecode(aws_ecs_task_definition.this.container_definitions)[0].portMappings : mapping.hostPort] == [9300]
+    error_message = "ECS could place two workers on a machine, and the second one can't listen"
+  }
+
+  assert {
+    condition     = alltrue([for template in aws_launch_template.this : template.network_interfaces[0].security_groups == toset([aws_security_group.this.id, "sg-kv"])])
+    error_message = "the security groups don't let decode workers in, or let others in"
+  }
+}
+
+run "decode" {
+  variables {
+    role        = "decode"
+    kv_transfer = { port = 9300, security_group_id = "sg-kv" }
+  }
+
+  assert {
+    condition     = slice(output.process.command, 5, 7) == ["--role", "decode"]
+    error_message = "the container computes whole requests"
+  }
+
+  assert {
+    condition     = jsondecode(aws_ecs_task_definition.this.container_definitions)[0].portMappings == []
+    error_message = "a decode worker, which does not listen, keeps others off its machine"
+  }
+
+  assert {
+    condition     = alltrue([for template in aws_launch_template.this : contains(template.network_interfaces[0].security_groups, "sg-kv")])
+    error_message = "the worker does not reach prefill workers"
+  }
+}
+
+run "no_such_role" {
+  command = plan
+
+  variables {
+    role        = "prompts"
+    kv_transfer = { port = 9300, security_group_id = "sg-kv" }
+  }
+
+  expect_failures = [var.role]
+}
+
+run "a_role_needs_a_port" {
+  command = plan
+
+  variables {
+    role = "decode"
+  }
+
+  expect_failures = [var.role]
+}
+
+run "vllm_has_no_roles" {
+  command = plan
+
+  variables {
+    role        = "decode"
+    engine      = "vllm"
+    vllm_image  = "registry/tokenmill-vllm:1"
+    kv_transfer = { port = 9300, security_group_id = "sg-kv" }
+  }
+
+  expect_failures = [var.role]
+}
+
+run "several_gpus_have_no_roles" {
+  command = plan
+
+  variables {
+    role            = "prefill"
+    gpus_per_worker = 2
+    kv_transfer     = { port = 9300, security_group_id = "sg-kv" }
+  }
+
+  expect_failures = [var.role]
+}
+
+run "the_role_as_an_option" {
+  command = plan
+
+  variables {
+    options = ["--role=prefill"]
+  }
+
+  expect_failures = [var.options]
+}
+
+run "the_port_as_a_variable" {
+  command = plan
+
+  variables {
+    environment = { TOKENMILL_KV_TRANSFER__PORT = "9300" }
+  }
+
+  expect_failures = [var.environment]
+}
