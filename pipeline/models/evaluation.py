@@ -1,10 +1,7 @@
 """The evaluation of a new model version: a pure function of both versions' results for the same shards.
 
 A shard is one sample: its rows were computed together, so they aren't independent of each other. Samples arrive one
-after the other and are tested repeatedly, and each interim test may be wrong by chance. So there are few interim tests
-(at 8, 16, 32, … shards; n doubles), and test k gets the share 2^-(k+1) of the total error probability: a union bound,
-which needs no assumption about the dependence of tests. A test uses the first n shards and no others, so repeating it
-gives the same result.
+after the other and are tested repeatedly, at 8, 16, 32, … shards (`pipeline.sequential_test`).
 
 At each test a limit is *broken* when the whole interval lies beyond it, *kept* when the whole interval lies within, and
 open otherwise. One broken limit ends the release; a version that keeps all limits is promoted. A version with an open
@@ -16,9 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist
 from typing import Final, Literal
 
+from pipeline.sequential_test import interim_tests, mean_bounds
 from schemas.releases import Bounds, LogprobDrift, ReleaseComparison
 from schemas.settings.releases import ReleaseRules
 
@@ -57,21 +55,19 @@ class ReleaseVerdict:
 
 def judge(shards: Sequence[ShadowedShard], rules: ReleaseRules, drift: LogprobDrift | None) -> ReleaseVerdict | None:
     """The verdict, as soon as there is one; None: more shards are needed. `shards`: in order of their arrival."""
-    most = max(rules.most_shards, rules.least_shards)
-    look, count = 0, min(rules.least_shards, most)
-    while count <= len(shards):
-        compared = compare(shards[:count], drift, _error(rules, look))
+    for count, share in interim_tests(rules.least_shards, rules.most_shards):
+        if count > len(shards):
+            return None
+        # The error probability of a bound at this interim test.
+        compared = compare(shards[:count], drift, (1 - rules.confidence) * share / LIMITS)
         standings = _standings(compared, rules)
         broken = [why for standing, why in standings if standing == "broken"]
         if broken:
             return ReleaseVerdict(False, tuple(broken), compared)
         if all(standing == "kept" for standing, _ in standings):
             return ReleaseVerdict(True, tuple(why for _, why in standings), compared)
-        if count == most:
-            left = [why for standing, why in standings if standing == "open"]
-            return ReleaseVerdict(False, ("not shown to be as good", *left), compared)
-        look, count = look + 1, min(2 * count, most)
-    return None
+    left = [why for standing, why in standings if standing == "open"]
+    return ReleaseVerdict(False, ("not shown to be as good", *left), compared)
 
 
 def compare_so_far(
@@ -85,19 +81,14 @@ def compare(shards: Sequence[ShadowedShard], drift: LogprobDrift | None, error: 
     """Compare both versions. The true value lies beyond each bound, on either side, with probability `error`."""
     rows = sum(shard.rows for shard in shards)
     failed, mended = sum(shard.failed for shard in shards), sum(shard.mended for shard in shards)
-    agreement = _mean([shard.agreement for shard in shards if shard.agreement is not None], error)
-    latency = _mean([shard.latency for shard in shards if shard.latency is not None], error)
+    agreement = mean_bounds([shard.agreement for shard in shards if shard.agreement is not None], error)
+    latency = mean_bounds([shard.latency for shard in shards if shard.latency is not None], error)
     if latency is not None:
         latency = Bounds(**{name: math.exp(min(value, 50.0)) for name, value in latency.model_dump().items()})
     return ReleaseComparison(
         shards=len(shards), rows=rows, failed=failed, mended=mended, agreement=agreement, latency=latency, drift=drift,
         more_errors=_more_errors(rows, failed, mended, error),
     )  # fmt: skip
-
-
-def _error(rules: ReleaseRules, look: int) -> float:
-    """The error probability of a bound at this interim test."""
-    return (1 - rules.confidence) / (2.0 ** (look + 1) * LIMITS)
 
 
 def _standings(compared: ReleaseComparison, rules: ReleaseRules) -> list[tuple[Standing, str]]:
@@ -133,27 +124,6 @@ def _standing(bounds: Bounds | None, *, most: float) -> Standing:
 
 def _words(bounds: Bounds | None) -> str:
     return "not known" if bounds is None else f"{bounds.mean:.3g} ({bounds.low:.3g} to {bounds.high:.3g})"
-
-
-def _mean(values: Sequence[float], error: float) -> Bounds | None:
-    """The mean of independent values, with Student's bounds."""
-    if len(values) < 2:
-        return None
-    mean, spread = fmean(values), stdev(values) / math.sqrt(len(values))
-    reach = _student(error, len(values) - 1) * spread
-    return Bounds(mean=mean, low=mean - reach, high=mean + reach)
-
-
-def _student(error: float, degrees: int) -> float:
-    """The upper quantile of Student's distribution by its expansion around the normal one's (Abramowitz and Stegun,
-    26.7.5); within 2 % for the errors and numbers of shards that there can be."""
-    z = NormalDist().inv_cdf(1 - error)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    fourth = (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92_160
-    value: float = z + first / degrees + second / degrees**2 + third / degrees**3 + fourth / degrees**4
-    return value
 
 
 def _more_errors(rows: int, failed: int, mended: int, error: float) -> Bounds | None:

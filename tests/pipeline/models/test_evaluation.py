@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.models.evaluation import ReleaseVerdict, ShadowedShard, _student, judge
+from pipeline.models.evaluation import ReleaseVerdict, ShadowedShard, judge
 from schemas.releases import LogprobDrift
 from schemas.settings.releases import ReleaseRules
 
@@ -113,8 +113,3 @@ def test_given_no_answers_when_judged_then_it_is_not_promoted() -> None:
     verdict = judge(nothing, RULES, None)
     assert verdict is not None
     assert (verdict.promote, verdict.reasons[0]) == (False, "not shown to be as good")
-
-
-def test_students_quantiles_are_those_of_the_tables() -> None:
-    for error, degrees, table in [(0.025, 7, 2.3646), (0.005, 7, 3.4995), (0.005, 15, 2.9467), (0.001, 31, 3.3749)]:
-        assert _student(error, degrees) == pytest.approx(table, rel=0.02)
