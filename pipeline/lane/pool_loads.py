@@ -110,7 +110,7 @@ def pool_loads(workers: Iterable[WorkerMetrics]) -> PoolLoads | None:
             kv_tokens_used=sum(one.kv_blocks_used * side.block_tokens for one, side in decode),
             answer_tokens=answer_tokens,
             step_seconds=step_seconds,
-            tokens_per_second=tokens_per_second,
+            tokens_per_second=tokens_per_second,  # prefill's: decode workers compute hardly any prompts to measure
             step_tokens=min((side.step_tokens for _, side in decode), default=1),
             free_step_tokens=0.0,  # not measured, so a prompt beside rows is taken to delay them by all of its time
         ),

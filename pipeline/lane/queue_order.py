@@ -74,9 +74,22 @@ class QueueOrder:
         return (*self._overdue[first:], *self._overdue[:first], *order)
 
 
-def queues_of_no_worker(model: str, steal_after_seconds: float) -> Sequence[LaneQueue]:
-    """The queues from which a worker learns that a model which it hasn't loaded has requests."""
-    late = KVTransferOptions().help_after_seconds
-    return (
-        LaneQueue(model), LaneQueue(model, ADDRESSED_TO_ANY, steal_after_seconds), LaneQueue(model, DECODE, late)
-    )  # fmt: skip
+def queues_of_no_worker(
+    model: str,
+    steal_after_seconds: float = STEAL_AFTER_SECONDS,
+    role: Role = "both",
+    help_after_seconds: float = KVTransferOptions().help_after_seconds,
+) -> Sequence[LaneQueue]:
+    """The queues from which a worker of this role learns that a model which it hasn't loaded has requests."""
+    if role == "decode":
+        late = max(steal_after_seconds, help_after_seconds)
+        return (
+            LaneQueue(model, DECODE),
+            LaneQueue(model, "", help_after_seconds),
+            LaneQueue(model, ADDRESSED_TO_ANY, late),
+        )
+    stolen, other_role = (
+        LaneQueue(model, ADDRESSED_TO_ANY, steal_after_seconds),
+        LaneQueue(model, DECODE, help_after_seconds),
+    )
+    return LaneQueue(model), stolen, other_role

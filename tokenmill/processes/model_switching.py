@@ -13,8 +13,8 @@ from typing import Final
 
 import structlog
 
-from pipeline.lane.ports import LaneWorker
-from pipeline.lane.queue_order import STEAL_AFTER_SECONDS, queues_of_no_worker
+from pipeline.lane.ports import LaneQueue, LaneWorker
+from pipeline.lane.queue_order import queues_of_no_worker
 from pipeline.ports import Clock, ShardQueue, ShardTask, queue_name
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.worker_client.ports import BY_URGENCY, ShardSource, ShardWork
@@ -34,7 +34,7 @@ class ModelRotation:
         models: in order of rotation.
         lane: None: there are no interactive requests.
         switch_after: seconds after which a loaded model with work is replaced by another that has requests.
-        steal_after_seconds: how long a request that is addressed to another worker must have waited.
+        lane_queues: the lane's queues of a model that this worker takes from (`queues_of_no_worker`).
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class ModelRotation:
         lane: LaneWorker | None,
         clock: Clock,
         switch_after: float,
-        steal_after_seconds: float = STEAL_AFTER_SECONDS,
+        lane_queues: Callable[[str], Sequence[LaneQueue]] = queues_of_no_worker,
     ) -> None:
         self._models = tuple(models)
         self._queue = queue
         self._lane = lane
         self._clock = clock
         self._switch_after = switch_after
-        self._steal_after_seconds = steal_after_seconds
+        self._lane_queues = lane_queues
         self._next_poll = self._until = 0.0
         self._over = False
         self._taken: tuple[str, ShardTask] | None = None  # its queue, and the task taken from it
@@ -93,7 +93,7 @@ class ModelRotation:
 
     def _poll_lane(self, lane: LaneWorker, others: Sequence[str]) -> None:
         try:
-            queues = [queue for model in others for queue in queues_of_no_worker(model, self._steal_after_seconds)]
+            queues = [queue for model in others for queue in self._lane_queues(model)]
             for request in lane.take(queues, 1, 0.0):
                 lane.emit([HandBackEvent(request.id, request.attempt, 0, request.kv_source)])
                 self.loaded, self._over = request.model, True

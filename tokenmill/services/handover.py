@@ -80,6 +80,7 @@ def _with_address(options: KVTransferOptions, redis_url: str | None) -> KVTransf
 @contextmanager
 def _observing(pools: PoolObserver) -> Iterator[None]:
     """Keep the loads fresh, on a thread, until the block ends."""
+    pools.refresh()  # before the first request
     ended = threading.Event()
     thread = threading.Thread(target=pools.run, args=(ended,), name="pool-loads", daemon=True)
     thread.start()

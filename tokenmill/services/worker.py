@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import structlog
 
 from engine.config import EngineConfig
 from pipeline.lane.placement import LatencyTargets
+from pipeline.lane.queue_order import queues_of_no_worker
 from pipeline.models.catalog import BY_DIGEST
 from pipeline.models.registry import ModelRegistry
 from pipeline.ports import StoreUnavailable
@@ -205,8 +207,14 @@ class WorkerService:
         self._client: ShardClient | None = None
         self._lane = backends.lane.worker(self._name)
         steal_after_seconds = settings.lane.routing.steal_after_seconds
+        queues = partial(
+            queues_of_no_worker,
+            steal_after_seconds=steal_after_seconds,
+            role=role,
+            help_after_seconds=settings.kv_transfer.help_after_seconds,
+        )
         self._rotation = ModelRotation(
-            list(self._loads), backends.queue, self._lane, root.world.clock, switch_after, steal_after_seconds
+            list(self._loads), backends.queue, self._lane, root.world.clock, switch_after, queues
         )
         self._lane_rules = lane_rules(settings, policies)
         self._serving = LaneServing(

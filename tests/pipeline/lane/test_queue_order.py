@@ -71,3 +71,18 @@ def test_a_worker_that_has_not_loaded_a_model_sees_its_general_and_its_stealable
     clock.sleep(STEAL_AFTER)
     send(lane, "", 1)
     assert [one.id for one in worker.take(queues_of_no_worker("m", STEAL_AFTER), 9, 0)] == ["general-0", "other-0"]
+
+
+@pytest.mark.parametrize(
+    ("role", "at_once", "later"), [("decode", "decode", "general"), ("prefill", "general", "decode")]
+)
+def test_a_model_that_is_not_loaded_is_polled_by_the_workers_role(role: Role, at_once: str, later: str) -> None:
+    clock = SimulatedClock()
+    lane = MemoryLane(clock)
+    worker = lane.worker("w")
+    for queue in ("", "decode"):
+        send(lane, queue, 1)
+    queues = queues_of_no_worker("m", STEAL_AFTER, role, 20.0)
+    assert [one.id for one in worker.take(queues, 9, 0)] == [f"{at_once}-0"]
+    clock.sleep(20.0)
+    assert [one.id for one in worker.take(queues, 9, 0)] == [f"{later}-0"]

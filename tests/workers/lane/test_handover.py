@@ -252,7 +252,6 @@ def test_a_refused_request_and_an_answer_of_one_token_are_not_handed_over(
 def test_an_answer_that_is_sooner_complete_here_is_not_handed_over(
     kit: Any, lane: MemoryLane, work: Any, models: dict[str, LoadedModel], beats: MemoryHeartbeats
 ) -> None:
-    prefill = work("prefill")
     steps = HistogramSample(counts=(100,), seconds=1.0)
     for name, role, blocks in (("w1", "prefill", 100), ("w2", "decode", 0)):
         side = HandoverMetrics(role=role, block_tokens=8, token_bytes=1_000, step_tokens=64)
@@ -260,7 +259,7 @@ def test_an_answer_that_is_sooner_complete_here_is_not_handed_over(
         metrics = WorkerMetrics(model="tiny", steps=steps, prompt=1_000, kv_blocks=blocks, handover=side, tiers=tiers)
         beats.send_heartbeat(WorkerState(name))
         beats.report_metrics(name, metrics)
-    threading.Event().wait(1.5)  # the observer reads them
+    prefill = work("prefill")  # reads them at its start
     events = events_of(lane, request(models["prefill"], bodies(kit)[1], "r1"))
     assert isinstance(events[-1], EndEvent)
     assert events[-1].attempt == 1, "the decode worker has no room"
