@@ -82,7 +82,7 @@ def test_a_model_that_is_not_loaded_is_polled_by_the_workers_role(role: Role, at
     worker = lane.worker("w")
     for queue in ("", "decode"):
         send(lane, queue, 1)
-    queues = queues_of_no_worker("m", STEAL_AFTER, role, 20.0)
+    queues = queues_of_no_worker("m", STEAL_AFTER, role, 5.0)
     assert [one.id for one in worker.take(queues, 9, 0)] == [f"{at_once}-0"]
-    clock.sleep(20.0)
+    clock.sleep(5.0)
     assert [one.id for one in worker.take(queues, 9, 0)] == [f"{later}-0"]
