@@ -70,9 +70,11 @@ class ClassStats:
 
     Attributes:
         running, waiting: sequences now.
-        first_token: from a request's arrival in the engine to the first token of each of its choices sampled here.
-        between_tokens: from a token of a choice to its next one. Accepted drafts arrive in one step with the token
-            behind them, and count with it as one.
+        first_token: from a request's arrival in the engine to the first token of each of its choices; choices that came
+            with tokens (`Request.partial`) have none.
+        between_tokens: from a token of a choice to its next one; for the first one after tokens that came with the
+            request, from its arrival. Accepted drafts arrive in one step with the token behind them, and count with it
+            as one.
         whole: from arrival to the end of the last choice, of answered requests.
     """
 

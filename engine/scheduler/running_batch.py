@@ -36,7 +36,7 @@ class RunningBatch:
         awaited: bool [R], the host needs the row's results before the next step can be planned (`Request.awaited`).
         scored_from: int32 [R], the first position of the prompt whose logits are needed; `NOT_SCORED`: none is.
         watched: bool [R], the owner has a `TokenWatcher`.
-        last_token_at: float64 [R], time of the owner's latest token (seconds); NaN: none was sampled here.
+        last_token_at: float64 [R], time of the owner's latest token (seconds); NaN: it has none yet.
         latency_class: int64 [R], the owner's class in latency statistics (`class_of`).
         by_class: occupied rows, by that class.
         only_class: the class of all occupied rows; None: they have several, or there are none.

@@ -58,7 +58,8 @@ class Sequence:
         may_draft: it may have drafts; false after one left non-finite values in its cache.
         prompt_computed: its whole prompt was computed in finished steps.
         arrived_at, started_at: `add` and first admission, in seconds.
-        last_token_at: time of its latest token, while it has no row; NaN: none was sampled here.
+        last_token_at: time of its latest token, while it has no row; of its arrival, if it came with tokens; NaN: it
+            has none yet.
     """
 
     __slots__ = (
@@ -110,6 +111,8 @@ class Sequence:
         for partial in request.partial:
             if partial.index == choice:
                 self.token_ids = np.concatenate([request.prompt_token_ids, partial.token_ids])
+                if len(partial.token_ids):  # its first token was sampled before
+                    self.last_token_at = now
 
     @property
     def prompt_len(self) -> int:

@@ -112,6 +112,8 @@ class ChoiceState:
 
     def resume(self, partial: PartialChoice) -> None:
         """Begin with tokens that were sampled before."""
+        if len(partial.token_ids):
+            self.last_token_at = self.owner.arrived_at
         request, tokens = self.owner.request, partial.token_ids.tolist()
         self.reason, self.stop_token_id = end_of(request, partial), partial.stop_token_id
         if partial.logprobs is not None and request.params.logprobs is not None:

@@ -185,3 +185,17 @@ def test_given_no_logprobs_when_they_are_requested_then_resumption_is_refused(ti
     partial = (PartialChoice(0, as_token_ids([5])),)
     with pytest.raises(RequestRefused, match="must go along 1 tokens, 2 each"):
         engine.add(Request("a", as_token_ids([1]), SamplingParams(max_tokens=8, logprobs=2), partial=partial))
+
+
+def test_given_tokens_that_came_with_the_request_then_no_first_token_is_timed_but_the_wait_for_the_next_one_is(
+    tiny_model: TinyModel,
+) -> None:
+    engine = load(tiny_model("llama"))
+    params = SamplingParams(max_tokens=4, temperature=0.0, min_tokens=4)
+    partial = (PartialChoice(0, as_token_ids([5])),)
+    list(engine.run([Request("resumed", as_token_ids([1, 2]), params, partial=partial)]))
+    (timed,) = [one for one in engine.classes() if sum(one.between_tokens.counts)]
+    assert (sum(timed.first_token.counts), sum(timed.between_tokens.counts)) == (0, 3)
+    list(engine.run([Request("whole", as_token_ids([1, 2]), params)]))
+    (timed,) = [one for one in engine.classes() if sum(one.between_tokens.counts)]
+    assert (sum(timed.first_token.counts), sum(timed.between_tokens.counts)) == (1, 6)
