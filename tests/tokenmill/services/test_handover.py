@@ -169,6 +169,8 @@ def check(
     faults = Faults(cluster, seed=count, kinds=kinds)
     found = answers(cluster, requested, lambda send: faults.cause(count, send))
     assert found == expected
+    # The last ones may find no transfer any more.
+    assert len(cluster.blocks.spoiled) <= (kinds["truncate"] + kinds["damage"]) / 2, "faults met transfers"
     return faults.done
 
 
@@ -190,6 +192,10 @@ def test_answers_are_those_of_one_worker_and_each_role_is_a_pool(
     wait_for(lambda: handovers("prefill-1", "sent") >= 10, "requests are handed over")
     # Not by each of the two: on a slow machine one may take all that wait.
     wait_for(lambda: sum(handovers(name, "received") for name in WORKERS[1:]), "their blocks are used")
+    failed = "tokenmill_kv_transfers_failed_total"
+    wait_for(
+        lambda: sum(cluster.metric(name, failed, 'reason="broken"') for name in WORKERS[1:]), "transfers meet faults"
+    )
 
     for name, value in cluster.variables.items():
         monkeypatch.setenv(name, value)
