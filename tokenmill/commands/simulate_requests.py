@@ -86,7 +86,8 @@ def simulate_requests(
 
     A worker's steps take as long as a roofline of the device says; requests arrive at random, at each deployment in
     proportion to its price. "Split where it pays" decides for each request by its size and the workers' load; "always
-    split" sends every prompt to the prefill workers. Goodput is the highest rate at which the targets are kept.
+    split" sends every prompt to the prefill workers. "In time" are the requests that keep both targets: their rate is
+    the goodput at these arrivals. Max goodput is the highest rate of arrivals at which enough requests do.
     """
     from pipeline.lane.placement import LatencyTargets
     from pipeline.planner.estimates.capacity import DoesNotFit
@@ -171,7 +172,16 @@ def _prices(devices: set[str], given: dict[str, float]) -> dict[str, float]:
 def _show(found: list[ComparedDeployment]) -> None:
     first = ("workers", "price an hour", "arrivals/s")
     latencies = ("TTFT p50", "TTFT p99", "ITL p50", "ITL p99")
-    columns = (*first, *latencies, "output tokens/s", "split", "in time", "goodput/s", "goodput for 1.00")
+    columns = (
+        *first,
+        *latencies,
+        "output tokens/s",
+        "split",
+        "in time",
+        "in time/s",
+        "max goodput/s",
+        "goodput for 1.00",
+    )
     rows = []
     for one in found:
         report, is_offline = one.report, one.goodput is None
@@ -181,6 +191,7 @@ def _show(found: list[ComparedDeployment]) -> None:
             *map(output.duration, seconds), output.count(report.output_tokens_per_second),
             f"{report.placements.get('split', 0) / report.requests:.0%}",
             None if is_offline else f"{report.in_time_share:.1%}",
+            None if is_offline else f"{report.in_time_per_second:.2f}",
             None if is_offline else f"{one.goodput:.2f}", output.count(one.goodput_per_price),
         ))  # fmt: skip
     output.stdout().print(output.table(None, columns, rows, right=columns[1:]))

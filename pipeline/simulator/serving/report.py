@@ -20,6 +20,7 @@ class ServingReport:
         itl_p50, itl_p99: seconds between two tokens, over all tokens of all answers.
         output_tokens_per_second, requests_per_second: ended, over the whole time.
         in_time_share: share of requests whose first token and mean time between tokens kept their targets.
+        in_time_per_second: these requests, over the whole time: the goodput at this load, as gateways count it.
         busy_share: of all workers' time, the share with a step.
         placements: number of requests by placement.
         moved_bytes: of keys and values, between workers.
@@ -34,6 +35,7 @@ class ServingReport:
     output_tokens_per_second: float
     requests_per_second: float
     in_time_share: float
+    in_time_per_second: float
     busy_share: float
     placements: Mapping[str, int]
     moved_bytes: float
@@ -59,6 +61,7 @@ def serving_report(outcome: ServingOutcome, deployment: Deployment, targets: Lat
         output_tokens_per_second=sum(request.answer_tokens for request in requests) / outcome.seconds,
         requests_per_second=len(requests) / outcome.seconds,
         in_time_share=in_time / len(requests),
+        in_time_per_second=in_time / outcome.seconds,
         busy_share=outcome.busy_seconds / (workers * outcome.seconds),
         placements=dict(Counter(str(request.placement) for request in requests)),
         moved_bytes=outcome.moved_bytes,

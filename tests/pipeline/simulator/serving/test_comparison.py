@@ -53,6 +53,8 @@ def test_the_goodput_is_the_highest_rate_that_keeps_the_targets() -> None:
     (above,) = compare_deployments(compared, SETTINGS, requests_per_second=1.3 * found.goodput)
     assert above.report.in_time_share < SETTINGS.in_time_share - 0.1
     assert at.report.in_time_share >= SETTINGS.in_time_share
+    ended = at.report.requests_per_second
+    assert at.report.in_time_per_second == pytest.approx(ended * at.report.in_time_share)
     (chosen,) = compare_deployments(compared, SETTINGS)
     assert chosen.requests_per_second == pytest.approx(0.7 * found.goodput)
 
