@@ -173,6 +173,8 @@ def http(metrics: HttpMetrics) -> Source:
             samples.value("tokenmill_answers_total", count, *answer)
         _histograms(samples, "tokenmill_answer_first_token_seconds", metrics.first_tokens)
         _histograms(samples, "tokenmill_answer_seconds", metrics.response_times)
+        for answer_latency, count in sorted(metrics.goodput.counts().items()):
+            samples.value("tokenmill_answer_latency_total", count, *answer_latency)
         for state, count in sorted(metrics.callers().items()):
             samples.value("tokenmill_inference_requests", count, state)
 

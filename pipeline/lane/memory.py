@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from pipeline.lane.ports import (
     ADDRESSED_TO_ANY,
+    NO_ANSWERS,
     NO_SHARES,
+    AnswerCounts,
     LaneFull,
     LaneQueue,
     LaneSettings,
@@ -69,6 +71,7 @@ class MemoryLane:
         self._calls: dict[str, _Call] = {}  # by request, the oldest first
         self._turns: dict[str, int] = {}  # by tenant with known requests: when one was taken last
         self._last_turn = 0
+        self._answers: dict[str, AnswerCounts] = {}  # by model, since the start: one process has few models
         self._changed = threading.Condition()
 
     def worker(self, name: str) -> MemoryLaneWorker:
@@ -119,6 +122,12 @@ class MemoryLane:
             now = self._forget_old()
             return frozenset(request.id for request in requests if self._is_lost(request, now))
 
+    def add_answers(self, counts: Mapping[str, AnswerCounts]) -> None:
+        """Add to the counts of answers by model."""
+        with self._changed:
+            for model, added in counts.items():
+                self._answers[model] = self._answers.get(model, NO_ANSWERS) + added
+
     # -- LaneMonitor
 
     def waiting(self, models: Collection[str]) -> Mapping[str, int]:
@@ -127,6 +136,11 @@ class MemoryLane:
             self._forget_old()
             found = Counter(call.request.model for call in self._calls.values() if call.is_waiting)
             return {model: found[model] for model in models}
+
+    def answers(self, models: Collection[str]) -> Mapping[str, AnswerCounts]:
+        """Answers for each of these models."""
+        with self._changed:
+            return {model: self._answers.get(model, NO_ANSWERS) for model in models}
 
     # -- the workers' side
 

@@ -34,6 +34,9 @@ START: Final = Position(0, 0)
 
 LANE_OVERRUN: Final = "lane_overrun"
 
+COUNTS_SECONDS: Final = 86_400.0
+"""How long counts of answers are stored after the last one."""
+
 
 class LaneFull(PipelineError):
     """Raised when too many requests wait for a model. Callers answer 429."""
@@ -70,6 +73,31 @@ class LaneSettings:
         return self.max_waiting - self.max_waiting // 8
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerCounts:
+    """Numbers of a model's answers by their latency, as their callers saw it.
+
+    Attributes:
+        in_time: kept the promised times to first token and between tokens.
+        late_first_tokens: their first token was late, or they were refused because too many waited.
+        late_tokens: only the time between their tokens was too long.
+    """
+
+    in_time: int = 0
+    late_first_tokens: int = 0
+    late_tokens: int = 0
+
+    def __add__(self, other: AnswerCounts) -> AnswerCounts:
+        return AnswerCounts(
+            self.in_time + other.in_time,
+            self.late_first_tokens + other.late_first_tokens,
+            self.late_tokens + other.late_tokens,
+        )
+
+
+NO_ANSWERS: Final = AnswerCounts()
+
+
 class Lane(Protocol):
     """The caller's side. Calls raise `ServiceUnavailable` when the lane can't be reached."""
 
@@ -94,6 +122,11 @@ class Lane(Protocol):
         """The requests (ids) that no worker will answer: they neither wait, nor are held by a live worker, nor have an
         end. Read once more before treating a request as lost: its end may just have arrived. A caller checks every few
         seconds until its answer begins: an unchecked request may be dropped (`LaneSettings.client_timeout_seconds`)."""
+        ...
+
+    def add_answers(self, counts: Mapping[str, AnswerCounts]) -> None:
+        """Add to the counts of answers by model (`ModelPin.key`), for the autoscaler. After an error it is not known
+        whether they were added."""
         ...
 
 
@@ -176,6 +209,11 @@ class LaneMonitor(Protocol):
     def waiting(self, models: Collection[str]) -> Mapping[str, int]:
         """Number of requests for each of these models (`ModelPin.key`) that no worker has begun to answer; 0 if
         none."""
+        ...
+
+    def answers(self, models: Collection[str]) -> Mapping[str, AnswerCounts]:
+        """Answers for each of these models (`ModelPin.key`), of all callers, since the lane was emptied or
+        `COUNTS_SECONDS` passed without any."""
         ...
 
 

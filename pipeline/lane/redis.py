@@ -10,6 +10,7 @@
     wanted:ID           hash    the request, its current attempt, its worker, whether it ended; it exists as long as the
                                 answer is wanted: its TTL is the deadline, and a cancel deletes it
     alive:ID            string  a worker holds the request; its TTL is the lifetime
+    answers:MODEL       hash    numbers of answers by latency (`AnswerCounts`), of all gateways together
     events:ID           stream  the answer. An event's id is ATTEMPT-SEQUENCE, so Redis itself keeps them in order,
                                 drops repetitions, and refuses events of an attempt that a later one has replaced
 
@@ -24,19 +25,22 @@ slot, so this is for one Redis server (with replicas), not for a cluster.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Final
 
 import structlog
 from pydantic import ValidationError
 
 from pipeline.adapters.redis.connection import RedisClient, RedisSettings, milliseconds
-from pipeline.lane.ports import LaneFull, LaneSettings, full_message
+from pipeline.lane.ports import COUNTS_SECONDS, AnswerCounts, LaneFull, LaneSettings, full_message
 from pipeline.lane.redis_scripts import CANCEL, COUNT, LOST, SEND
 from pipeline.lane.redis_worker import RedisLaneWorker, keys_of, queue_ttl_milliseconds
 from pipeline.ports import Clock, PipelineError
 from schemas.workers.lane import LaneEvent, LaneRequest, Position, read_event, request_json
 
 MAX_EVENTS_PER_READ = 256  # events of one request in one read
+
+_COUNTS: Final = ("in_time", "late_first_tokens", "late_tokens")
+"""The fields of `answers:MODEL`, as in `AnswerCounts`."""
 
 logger = structlog.get_logger(__name__)
 
@@ -142,6 +146,25 @@ class RedisLane:
                 self._count(keys=keys, args=[self._prefix, model], client=pipe)
             return dict(zip(names, pipe.execute() if names else [], strict=True))
 
+    def add_answers(self, counts: Mapping[str, AnswerCounts]) -> None:
+        """Add to the counts of answers by model."""
+        with self._client.translate_errors("count answers"), self._client.raw.pipeline(transaction=True) as pipe:
+            for model, added in counts.items():
+                key = self._client.key("lane", "answers", model)
+                for name in _COUNTS:
+                    pipe.hincrby(key, name, getattr(added, name))
+                pipe.pexpire(key, milliseconds(COUNTS_SECONDS))
+            pipe.execute()
+
+    def answers(self, models: Collection[str]) -> Mapping[str, AnswerCounts]:
+        """Answers for each of these models. Counts that are no numbers count as 0."""
+        names = list(models)
+        with self._client.translate_errors("read answers"), self._client.raw.pipeline(transaction=False) as pipe:
+            for model in names:
+                pipe.hmget(self._client.key("lane", "answers", model), _COUNTS)
+            found = pipe.execute() if names else []
+        return {model: AnswerCounts(*map(_count, counts)) for model, counts in zip(names, found, strict=True)}
+
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
@@ -160,3 +183,8 @@ class RedisLane:
             self.unreadable += 1
             logger.warning("not an event", entry=identity.decode(), reason=type(error).__name__)
             return None
+
+
+def _count(value: bytes | None) -> int:
+    """A count as Redis has it; other clients may have written anything."""
+    return int(value) if value is not None and value.isdigit() and len(value) < 20 else 0

@@ -1,8 +1,8 @@
 """The definitions of all metrics: name, kind, help and labels.
 
-Label values are fixed words (tier, status, kind, …), names of models that workers serve, and their GPUs, never a job, a
-tenant or user input, so their number is bounded. Counters start with their process, so they are summed over processes;
-gauges of the whole installation have the same value in each process that reports them.
+Label values are fixed words (tier, status, kind, …), names of models that workers serve, their GPUs, and a bounded
+number of tenants, never a job or user input, so their number is bounded. Counters start with their process, so they are
+summed over processes; gauges of the whole installation have the same value in each process that reports them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ WORKER: Final = "worker"
 """The label of the worker, where one process reports several."""
 
 OTHER: Final = "other"
-"""Label value for models that no worker has ever served: users may submit any name."""
+"""Label value for models that no worker has ever served: users may submit any name; and for tenants beyond
+`metrics.max_tenants`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +357,13 @@ METRICS: Final = (
         "tokenmill_answer_seconds", "histogram",
         "Time from a request's admission by the gateway to the end of its answer.",
         ("tier",), _GATEWAY,
+    ),
+    Metric(
+        "tokenmill_answer_latency_total", "counter",
+        "Chats and completions by whether they kept the latency promise of their tier (lane.slo), as their callers saw "
+        "it: in_time, late_first_token, late_tokens (the mean time between tokens), refused (too many waited), failed. "
+        "Tenants beyond metrics.max_tenants are other.",
+        ("tier", "tenant", "latency"), _GATEWAY,
     ),
     Metric(
         "tokenmill_inference_requests", "gauge",

@@ -36,6 +36,7 @@ from schemas.settings.autoscaling import AutoscaleOptions
 from schemas.settings.gateway import GatewayOptions
 from schemas.settings.ingest import BucketOptions, CeleryOptions, KafkaOptions, S3Options
 from schemas.settings.kv_transfer import KVTransferOptions
+from schemas.settings.lane import LaneOptions
 from schemas.settings.observability import CloudWatchOptions, TracingOptions
 from schemas.settings.releases import ReleaseRules, WarmupOptions
 
@@ -79,32 +80,6 @@ class TierCaps(BaseModel):
         return {Tier.INTERACTIVE: self.interactive, Tier.STANDARD: self.standard, Tier.BULK: self.bulk}[tier]
 
 
-class SloOptions(BaseModel):
-    """The SLOs of interactive requests in a worker's engine, and their weights against batch work.
-
-    Attributes:
-        throttle_batch: throttle batch work where the SLOs can't be met otherwise.
-        ttft_seconds: from a request's arrival in the engine until its first token.
-        itl_seconds: between two of its tokens.
-        quantile: share of the first tokens, and of the later ones, that should be in time.
-        weight_ttft, weight_itl, weight_drops: weights of late tokens, and of requests that time out.
-        weight_utilisation: weight of throttled batch work. With a larger one more tokens may be late.
-        min_batch_tokens: tokens of an engine's step that are always reserved for batch work.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    throttle_batch: bool = True
-    ttft_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    itl_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
-    quantile: Annotated[float, Field(gt=0, lt=1)] = 0.97
-    weight_ttft: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    weight_itl: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    weight_utilisation: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.3
-    weight_drops: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    min_batch_tokens: Positive = 1
-
-
 class VLLMOptions(BaseModel):
     """vLLM as an engine: any further name is an option of vLLM's own (`EngineArgs`), such as tensor_parallel_size,
     pipeline_parallel_size, quantization, gpu_memory_utilization or speculative_config (JSON).
@@ -121,41 +96,6 @@ class VLLMOptions(BaseModel):
     def options(self) -> dict[str, Any]:
         """vLLM's own options, by name."""
         return dict(self.model_extra or {})
-
-
-class RoutingOptions(BaseModel):
-    """Settings of the choice of an interactive request's worker.
-
-    Attributes:
-        by_prefix: a gateway sends requests that share a prefix to the same worker, which probably has it in its prefix
-            cache; else any worker takes them.
-        max_load_ratio: bound of a worker's open requests, as a multiple of the mean of a model's workers, rounded up;
-            further ones go to the next worker. Counted by each gateway for itself.
-        steal_after_seconds: how long such a request waits for its worker, before another one with room takes it.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    by_prefix: bool = True
-    max_load_ratio: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.25
-    steal_after_seconds: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False)] = 0.25
-
-
-class LaneOptions(BaseModel):
-    """Settings of interactive requests at a worker.
-
-    Attributes:
-        max_requests: most concurrent ones of a worker; None: a few more than its batch has rows.
-        drain_seconds: time for running ones to end after the stop signal; the others go on at another worker.
-        slo: their SLOs.  routing: which worker gets them.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    max_requests: Positive | None = None
-    drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 20.0
-    slo: SloOptions = SloOptions()
-    routing: RoutingOptions = RoutingOptions()
 
 
 class GpuOptions(BaseModel):
@@ -187,6 +127,8 @@ class MetricsOptions(BaseModel):
             among its routes, too.
         host: its address.
         workers: a gateway also exports the metrics of each live worker.
+        max_tenants: most tenants with a label of their own, those with the first answers of a process; the others are
+            counted together as "other".
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -194,6 +136,7 @@ class MetricsOptions(BaseModel):
     port: Annotated[int, Field(ge=0, le=65_535)] | None = None
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     workers: bool = True
+    max_tenants: Annotated[int, Field(ge=0, le=10_000, strict=False)] = 100
 
 
 class RetentionOptions(BaseModel):

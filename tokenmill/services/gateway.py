@@ -90,6 +90,7 @@ class GatewayService:
         from pipeline.gateway.files.service import Files
         from pipeline.gateway.http.api_keys import ApiKeys
         from pipeline.gateway.http.auth import Authority
+        from pipeline.gateway.http.goodput import GoodputMetrics
         from pipeline.gateway.http.metrics import HttpMetrics
         from pipeline.gateway.inference.models import ServedModels
         from pipeline.gateway.inference.request_builder import InferenceRequestBuilder
@@ -111,8 +112,8 @@ class GatewayService:
         self._notifier = _notifier(root, settings, interval_seconds, shared.webhooks)
         intake = open_intake(root, settings)
         status = Status(root.world, backends.heartbeats, 1.0 if root.folder else _REMOTE_POLL_SECONDS)
-        http_metrics = HttpMetrics(root.world.clock)
         routing, slo = settings.lane.routing, settings.lane.slo
+        http_metrics = HttpMetrics(root.world.clock, GoodputMetrics(slo.promises, settings.metrics.max_tenants))
         targets = LatencyTargets(slo.ttft_seconds, slo.itl_seconds)
         self._router = (
             PrefixRouter(root.world.clock, backends.heartbeats, routing.max_load_ratio, targets)

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from typing import Final
 
+from pipeline.gateway.http.goodput import GoodputMetrics
 from pipeline.observability.histogram import LatencyRecorder
 from pipeline.ports import Clock
 from schemas.jobs.job import Tier
@@ -19,7 +20,8 @@ NOWHERE: Final = "none"
 class HttpMetrics:
     """Counters and latencies of the requests and model responses of one gateway."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, goodput: GoodputMetrics) -> None:
+        self.goodput = goodput
         self._clock = clock
         self._lock = threading.Lock()
         self._requests: Counter[tuple[str, str, str]] = Counter()
@@ -59,8 +61,10 @@ class HttpMetrics:
 
     def inference_started(self, request: LaneRequest) -> None:
         """Start to measure a request that is sent to the workers."""
+        now = self._clock.monotonic()
+        self.goodput.started(request, now)
         with self._lock:
-            self._open[request.id] = request.tier, self._clock.monotonic()
+            self._open[request.id] = request.tier, now
             self._without_tokens.add(request.id)
 
     def record_event(self, event: LaneEvent) -> None:
@@ -69,11 +73,16 @@ class HttpMetrics:
         if entry is None:
             return
         tier, began = entry
-        seconds = self._clock.monotonic() - began
-        if isinstance(event, TokensEvent) and event.request in self._without_tokens:
-            with self._lock:
-                self._without_tokens.discard(event.request)
-            self.first_tokens[tier].add(seconds)
+        now = self._clock.monotonic()
+        seconds = now - began
+        if isinstance(event, TokensEvent):
+            self.goodput.record_tokens(event, now)
+            if event.request in self._without_tokens:
+                with self._lock:
+                    self._without_tokens.discard(event.request)
+                self.first_tokens[tier].add(seconds)
+        elif isinstance(event, EndEvent | ErrorEvent):
+            self.goodput.ended(event.request, event, now)
         if isinstance(event, EndEvent):
             self.response_times[tier].add(seconds)
             self.inference_finished(event.request, "answered")
@@ -82,6 +91,7 @@ class HttpMetrics:
 
     def inference_finished(self, request: str, result: str) -> None:
         """Count the result of a request unless it is counted already: "answered", "failed" or "cancelled"."""
+        self.goodput.ended(request, None, self._clock.monotonic())
         with self._lock:
             self._without_tokens.discard(request)
             entry = self._open.pop(request, None)

@@ -21,12 +21,15 @@ from pipeline.lane.client import CallSettings, LaneCalls
 from pipeline.lane.ports import Lane, LaneFull
 from pipeline.lane.prefix_router import PrefixRouter
 from pipeline.ports import Clock, PipelineError
+from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.tracing import NO_TRACES, Traces
 from schemas.requests.tokenizing import TOKENIZER_URLS
 from schemas.workers.lane import ErrorEvent, LaneEvent, LaneRequest
 
 _IDLE_SECONDS: Final = 0.2
 _DELIVERY_SECONDS: Final = 30.0
+_REPORT_SECONDS: Final = 3.0
+"""Between two reports of answers' latencies to the autoscaler."""
 
 Sink = Callable[[LaneEvent], None]
 """Handles an event of a request, on the event loop."""
@@ -54,6 +57,9 @@ class LaneBridge:
         router: PrefixRouter | None = None,
     ) -> None:
         self.metrics = metrics
+        self._lane = lane
+        self._clock = clock
+        self._next_report = clock.monotonic() + _REPORT_SECONDS
         self._calls = LaneCalls(lane, clock, settings, traces, router)
         self._max_calls = max_calls
         self._sinks: dict[str, Sink] = {}
@@ -65,6 +71,7 @@ class LaneBridge:
     async def start(self, request: LaneRequest, sink: Sink) -> None:
         """Send the request; its events are passed to `sink` until the last one or `cancel`. Raises `ApiError`."""
         if len(self._sinks) >= self._max_calls:
+            self.metrics.goodput.refused(request)
             raise _full(f"{self._max_calls} requests wait here already")
         self._loop = asyncio.get_running_loop()
         self._sinks[request.id] = sink
@@ -74,6 +81,7 @@ class LaneBridge:
         try:
             await asyncio.shield(sending)
         except LaneFull as error:
+            self.metrics.goodput.refused(request)
             self.forget(request.id)
             raise _full(str(error)) from None
         except PipelineError as error:
@@ -106,6 +114,8 @@ class LaneBridge:
         while not stop.is_set():
             self._calls.wait(_IDLE_SECONDS)
             events = list(self._calls.turn())
+            if self._clock.monotonic() >= self._next_report:
+                self._report_answers()
             loop = self._loop
             if not events or loop is None:
                 continue
@@ -118,6 +128,16 @@ class LaneBridge:
             except TimeoutError:
                 logger.error("event_loop_blocked", seconds=_DELIVERY_SECONDS)
         self._calls.leave()
+        self._report_answers()
+
+    def _report_answers(self) -> None:
+        self._next_report = self._clock.monotonic() + _REPORT_SECONDS
+        reports = self.metrics.goodput.take_reports()
+        try:
+            if reports:
+                self._lane.add_answers(reports)
+        except ServiceUnavailable as error:  # a sample is lost, and more follow
+            logger.warning("latencies not reported", reason=str(error))
 
     def _deliver(self, events: list[LaneEvent], delivered: Future[None]) -> None:
         try:

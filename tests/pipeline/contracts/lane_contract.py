@@ -17,6 +17,7 @@ from pipeline.lane.ports import (
     ADDRESSED_TO_ANY,
     LANE_OVERRUN,
     START,
+    AnswerCounts,
     Lane,
     LaneFull,
     LaneQueue,
@@ -143,6 +144,16 @@ class LaneContract:
         worker.emit([tokens("r1", 0)])
         lane.cancel(request("r2"))
         assert lane.waiting([MODEL]) == {MODEL: 1}
+
+    def test_answers_of_all_callers_are_counted_by_model(self, make_lane: MakeLane, lane: OpenLane) -> None:
+        assert lane.answers([MODEL]) == {MODEL: AnswerCounts()}
+        lane.add_answers({MODEL: AnswerCounts(3, 2, 1), "other": AnswerCounts(late_tokens=5)})
+        make_lane(LaneSettings()).add_answers({MODEL: AnswerCounts(in_time=1)})
+        lane.add_answers({})
+        assert lane.answers([MODEL, "other"]) == {
+            MODEL: AnswerCounts(4, 2, 1), "other": AnswerCounts(late_tokens=5),
+        }  # fmt: skip
+        assert lane.answers([]) == {}
 
     def test_many_requests_are_read_at_once(self, lane: OpenLane, worker: LaneWorker) -> None:
         names = [f"r{number}" for number in range(30)]

@@ -34,6 +34,7 @@ from pipeline.gateway.batches.service import Batches
 from pipeline.gateway.files.service import Files
 from pipeline.gateway.http.api_keys import ApiKeys
 from pipeline.gateway.http.auth import AuthMode, Authority
+from pipeline.gateway.http.goodput import GoodputMetrics
 from pipeline.gateway.http.metrics import HttpMetrics
 from pipeline.gateway.http.middleware import RequestMiddleware
 from pipeline.gateway.http.server import GatewayServer, listen
@@ -57,6 +58,7 @@ from pipeline.ports import World
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.models import CatalogEntry
 from schemas.settings.gateway import CacheOptions, GatewayOptions
+from schemas.settings.lane import SloOptions
 from tests.pipeline.gateway.lane_worker import LaneWorker
 from tests.pipeline.gateway.witness import Watched, Witness
 from tests.pipeline.made_jobs import MODELS, PIN, computed, report
@@ -155,7 +157,7 @@ def run_http_harness(
         files, keys = Files(world, executor), ApiKeys(world, believed=0.0)
         finalizer = Finalizer(world, files, interval_seconds=0.05)
         beats = MemoryHeartbeats(clock, 60.0)
-        http_metrics, dispatched = HttpMetrics(clock), DispatchMetrics()
+        http_metrics, dispatched = HttpMetrics(clock, GoodputMetrics(SloOptions().promises, 100)), DispatchMetrics()
         parts = GatewayDependencies(
             world,
             Authority(keys, auth),

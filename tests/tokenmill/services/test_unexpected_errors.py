@@ -22,6 +22,7 @@ from pipeline.egress.publisher import Publisher
 from pipeline.egress.release_events import ReleaseEventPublisher
 from pipeline.gateway.batches.finalizer import Finalizer
 from pipeline.gateway.files.service import Files
+from pipeline.gateway.http.goodput import GoodputMetrics
 from pipeline.gateway.http.metrics import HttpMetrics
 from pipeline.gateway.inference.lane_bridge import LaneBridge
 from pipeline.gateway.webhooks.service import Notifier, NotifierSettings
@@ -37,6 +38,7 @@ from pipeline.ports import Message
 from pipeline.runtime.supervision import supervise
 from pipeline.scaling.autoscaler import Autoscaler
 from pipeline.scaling.backlog import BacklogReader
+from schemas.settings.lane import SloOptions
 from schemas.settings.settings import RetentionOptions, Settings
 from tests.waiting import HANG_SECONDS
 from tokenmill.processes.runtime import Part, run_until_stopped, wait_for_stop
@@ -125,7 +127,12 @@ def webhooks(root: Root, _backends: Backends) -> Part:
 
 def lane_calls(root: Root, backends: Backends) -> Part:
     clock = root.world.clock
-    return LaneBridge(backends.lane, clock, CallSettings(poll_interval_seconds=0.01), HttpMetrics(clock)).run
+    return LaneBridge(
+        backends.lane,
+        clock,
+        CallSettings(poll_interval_seconds=0.01),
+        HttpMetrics(clock, GoodputMetrics(SloOptions().promises, 100)),
+    ).run
 
 
 def kafka(root: Root, _backends: Backends) -> Part:
