@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Final, Protocol
 
 import structlog
 
+from pipeline.lane.ports import AnswerCounts
 from pipeline.ledger.ledger import LedgerError, parse_stored
 from pipeline.ports import Heartbeats, ObjectNotFound, PipelineError, World
 from pipeline.scaling.backlog import BacklogMetrics, BacklogReader
 from pipeline.scaling.fleet import PendingStart
+from pipeline.scaling.goodput import GoodputWindow, observe_goodput
 from pipeline.scaling.policy import Decision, PolicyState, PoolObservation, decide
 from pipeline.scaling.pool_observer import FirstTokens, observe, observe_root, pools_of
 from schemas.settings.autoscaling import AutoscaleOptions, PoolMemory, StoredScaling
@@ -94,8 +96,12 @@ class Autoscaler:
         for pool in pools_of(self._options, {model.model for model in seen.backlog_metrics.models}):
             before = PoolMemory() if state is None else state.pools.get(pool.name, PoolMemory())
             observed, first = observe(pool, seen, FirstTokens(before.ttft_counts, before.ttft_since))
+            goodput, window = observe_goodput(
+                pool, seen.answers, _goodput_window(before), observed.live, now.timestamp()
+            )
+            observed = replace(observed, goodput=goodput)
             decision = decide(pool.limits, _memory(before), observed, now.timestamp())
-            pools[pool.name] = _pool_memory(decision.memory, first)
+            pools[pool.name] = _pool_memory(decision.memory, first, window)
             decisions.append(PoolDecision(pool.name, observed, decision))
         self._state = StoredScaling(as_of=now, speeds=self._reader.speeds, pools=pools)
         if self._keep:
@@ -142,7 +148,12 @@ def _memory(stored: PoolMemory) -> PolicyState:
     return PolicyState(stored.desired, stored.live, starting, stored.changed, stored.lower_since, stored.lower)
 
 
-def _pool_memory(memory: PolicyState, first: FirstTokens) -> PoolMemory:
+def _goodput_window(stored: PoolMemory) -> GoodputWindow:
+    answers = AnswerCounts(*stored.answers[:3])  # a later version may have stored more
+    return GoodputWindow(answers, stored.answers_since, stored.answers_live)
+
+
+def _pool_memory(memory: PolicyState, first: FirstTokens, window: GoodputWindow) -> PoolMemory:
     return PoolMemory(
         desired=memory.desired,
         live=memory.live,
@@ -152,4 +163,7 @@ def _pool_memory(memory: PolicyState, first: FirstTokens) -> PoolMemory:
         lower=memory.lower,
         ttft_counts=first.counts,
         ttft_since=first.since,
+        answers=astuple(window.answers),
+        answers_since=window.since,
+        answers_live=window.live,
     )

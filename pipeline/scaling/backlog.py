@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from pipeline.lane.ports import LaneMonitor
+from pipeline.lane.ports import NO_ANSWERS, AnswerCounts, LaneMonitor
 from pipeline.models.catalog import Catalog
 from pipeline.ports import Heartbeats, WorkerState, World
 from pipeline.scaling.open_work import OpenJobsIndex, OpenJobSummary
@@ -54,6 +54,7 @@ class Observation:
     Attributes:
         names: `ModelPin.key` -> name of the model.
         callers: name of the model -> requests on the lane that no worker has begun to answer.
+        answers: name of the model -> answers by latency.
     """
 
     metrics: BacklogMetrics
@@ -61,6 +62,7 @@ class Observation:
     workers: Sequence[WorkerState]
     names: Mapping[str, str]
     callers: Mapping[str, int]
+    answers: Mapping[str, AnswerCounts]
 
 
 class BacklogReader:
@@ -115,9 +117,14 @@ class BacklogReader:
             serving = [worker for worker in workers if any(names.get(key) == name for key in worker.models)]
             models.append(ModelBacklog(name, tokens[name], len(serving), self._speed(name, serving)))
         callers: Counter[str] = Counter()
-        for key, waiting in (self._lane.waiting(names) if self._lane is not None else {}).items():
-            callers[names[key]] += waiting
-        return Observation(BacklogMetrics(len(work.jobs), tuple(models)), work.jobs, workers, names, callers)
+        answers: dict[str, AnswerCounts] = {}
+        if self._lane is not None:
+            for key, waiting in self._lane.waiting(names).items():
+                callers[names[key]] += waiting
+            for key, counts in self._lane.answers(names).items():
+                answers[names[key]] = answers.get(names[key], NO_ANSWERS) + counts
+        metrics = BacklogMetrics(len(work.jobs), tuple(models))
+        return Observation(metrics, work.jobs, workers, names, callers, answers)
 
     def _speed(self, name: str, serving: Collection[WorkerState]) -> float:
         measured = [worker.tokens_per_second for worker in serving if worker.tokens_per_second]

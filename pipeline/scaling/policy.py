@@ -39,6 +39,7 @@ class PoolObservation:
         callers_waiting: of these, the ones that are in no batch yet.
         kv_used: mean share of KV caches in use; None: not known.
         interactive_workers: workers that interactive requests need, of a pool with a role; 0.0 in other pools.
+        goodput: share of the answers to callers that kept their latency promise; None: too few samples.
     """
 
     demands: Sequence[Demand] = ()
@@ -48,6 +49,7 @@ class PoolObservation:
     callers_waiting: int = 0
     kv_used: float | None = None
     interactive_workers: float = 0.0
+    goodput: float | None = None
 
     @property
     def work(self) -> float:
@@ -159,10 +161,8 @@ def _target(
             return most, "deadlines"
         return most, "interactive requests" if most == ceil(observed.interactive_workers) else pressed or "backlog"
     if before > retained:
-        if pressed or (
-            observed.callers and (observed.ttft_p95 or 0.0) > limits.ttft_settled_share * limits.ttft_target_seconds
-        ):
-            return before, pressed or "TTFT p95 is not well below its objective"
+        if kept := pressed or _unsettled(limits, observed):
+            return before, kept
         return retained, "nothing left" if not retained else "less work than workers"
     return before, "enough"
 
@@ -195,8 +195,20 @@ def _pressed(limits: ScalingLimits, observed: PoolObservation) -> str:
     only while callers wait for a slot."""
     if observed.ttft_p95 is not None and observed.ttft_p95 > limits.ttft_target_seconds:
         return "TTFT p95"
+    if limits.min_goodput is not None and observed.goodput is not None and observed.goodput < limits.min_goodput:
+        return "goodput"
     if observed.callers_waiting and observed.kv_used is not None and observed.kv_used >= limits.kv_pressure_share:
         return "KV caches are full and callers wait"
+    return ""
+
+
+def _unsettled(limits: ScalingLimits, observed: PoolObservation) -> str:
+    """The reason why fewer workers might make callers wait too long; empty: they would not."""
+    if observed.callers and (observed.ttft_p95 or 0.0) > limits.ttft_settled_share * limits.ttft_target_seconds:
+        return "TTFT p95 is not well below its objective"
+    if limits.min_goodput is not None and observed.goodput is not None:
+        allowed = limits.ttft_settled_share * (1 - limits.min_goodput)
+        return "goodput is not well above its objective" if 1 - observed.goodput > allowed else ""
     return ""
 
 

@@ -14,6 +14,7 @@ from datetime import datetime
 from itertools import accumulate
 from typing import Final
 
+from pipeline.lane.ports import AnswerCounts
 from pipeline.ports import Heartbeats, WorkerState
 from pipeline.scaling.backlog import BacklogMetrics, BacklogReader
 from pipeline.scaling.fleet import Demand
@@ -60,6 +61,7 @@ class RootObservation:
     metrics: Mapping[str, WorkerMetrics]
     keys: Mapping[str, str]
     callers: Mapping[str, int]
+    answers: Mapping[str, AnswerCounts]
     at: datetime
 
 
@@ -67,7 +69,7 @@ def observe_root(reader: BacklogReader, heartbeats: Heartbeats, at: datetime) ->
     """Observe the root. Raises `PipelineError` when the store or the heartbeats can't be read."""
     found = reader.observe()
     return RootObservation(
-        found.metrics, found.jobs, found.workers, heartbeats.metrics(), found.names, found.callers, at
+        found.metrics, found.jobs, found.workers, heartbeats.metrics(), found.names, found.callers, found.answers, at
     )
 
 

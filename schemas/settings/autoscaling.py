@@ -39,7 +39,10 @@ class ScalingLimits(BaseModel):
         max_changes_per_hour: changes of the desired number; scale-downs leave half of them for scale-ups.
         growth_tolerance: a growth of this share or less causes no change, unless a deadline needs it.
         ttft_target_seconds: target of the 95th percentile of interactive requests' time to the first token.
-        ttft_settled_share: share of `ttft_target_seconds` below which the pool may shrink.
+        min_goodput: least share of answers that keep the latency promises of `lane.slo`; below it the pool grows as for
+            a late TTFT. None: goodput doesn't count.
+        ttft_settled_share: share of `ttft_target_seconds`, and of the late answers that `min_goodput` allows, below
+            which the pool may shrink.
         kv_pressure_share: share of the KV caches from which on queued interactive requests count as pressure.
         pressure_step_share: share of the workers that are added under pressure; one at least.
         interactive_target_share: target share of a pool with a role that interactive requests use: of the time of
@@ -70,6 +73,7 @@ class ScalingLimits(BaseModel):
     max_changes_per_hour: AtLeastOne = 12
     growth_tolerance: Seconds = 0.1
     ttft_target_seconds: Above = 2.0
+    min_goodput: Annotated[float, Field(gt=0, lt=1)] | None = None
     ttft_settled_share: Annotated[float, Field(gt=0, le=1)] = 0.7
     kv_pressure_share: Annotated[float, Field(gt=0, le=1)] = 0.95
     pressure_step_share: Above = 0.25
@@ -135,6 +139,8 @@ class PoolMemory(StoredReport):
 
     Attributes:
         ttft_counts, ttft_since: the workers' TTFT histogram at that time, by bucket.
+        answers, answers_since, answers_live: answers by latency (`pipeline.lane.ports.AnswerCounts`) when the window of
+            the next goodput began, that time, and the live workers.
     """
 
     desired: Count | None = None
@@ -145,6 +151,9 @@ class PoolMemory(StoredReport):
     lower: Count = 0
     ttft_counts: tuple[Count, ...] = ()
     ttft_since: float | None = None
+    answers: tuple[Count, ...] = ()
+    answers_since: float | None = None
+    answers_live: Count = 0
 
 
 class StoredScaling(StoredReport):

@@ -33,6 +33,7 @@ def described(one: PoolDecision) -> dict[str, Any]:
         "ahead_of_need": decision.ahead,
         "with_work": decision.retained,
         "ttft_p95_seconds": seen.ttft_p95,
+        "goodput": seen.goodput,
         "callers": seen.callers,
         "callers_waiting": seen.callers_waiting,
         "kv_used": seen.kv_used,

@@ -327,6 +327,25 @@ def test_given_callers_that_wait_too_long_then_more_workers_are_desired(seen: di
     assert (pool.decide(**seen).desired == 5) is grows
 
 
+@pytest.mark.parametrize(
+    ("least", "goodput", "desired"), [(0.9, 0.89, 5), (0.9, 0.9, 4), (0.9, None, 4), (None, 0.1, 4)]
+)
+def test_given_too_few_answers_in_time_then_more_workers_are_desired(
+    least: float | None, goodput: float | None, desired: int
+) -> None:
+    pool = Pool(ScalingLimits(min_workers=4, max_workers=100, min_goodput=least), live=4)
+    assert pool.decide(goodput=goodput, callers=5).desired == desired  # type: ignore[arg-type]
+
+
+def test_given_a_goodput_just_above_its_objective_then_the_pool_does_not_shrink() -> None:
+    """Of 0.1 late answers that are allowed, 0.07 let the pool shrink."""
+    limits = ScalingLimits(min_workers=1, max_workers=100, min_goodput=0.9)
+    assert settled(Pool(limits, live=6), {"goodput": 0.92, "callers": 5}) == 6
+    assert settled(Pool(limits, live=6), {"goodput": 0.94, "callers": 5}) == 1
+    unlimited = limits.model_copy(update={"min_goodput": None})
+    assert settled(Pool(unlimited, live=6), {"goodput": 0.1, "callers": 5}) == 1
+
+
 def test_given_pressure_while_workers_start_then_it_is_seen_first_what_they_bring() -> None:
     pool = Pool(ScalingLimits(min_workers=4, max_workers=100), live=4)
     assert pool.decide(ttft_p95=9.0, callers=5).desired == 5
