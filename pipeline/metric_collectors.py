@@ -44,6 +44,7 @@ increase."""
 JOB_TIERS: Final = (Tier.STANDARD, Tier.BULK)
 END_STATUSES: Final = (JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.EXPIRED, JobStatus.CANCELLED)
 RESULTS: Final = ("answered", "cached", "failed", "cancelled")
+POLICY_ACTIONS: Final = ("pass", "flag", "route", "refuse")
 
 
 def build(samples: Samples) -> None:
@@ -302,6 +303,12 @@ def _worker(samples: Samples, known: WorkerMetrics, worker: str | None) -> None:
         _pace(value, known.pace)
     if known.handover is not None:
         _handover(value, known.handover)
+    for policy, judged in known.policies.items():
+        for action in POLICY_ACTIONS:
+            value("tokenmill_judged_texts_total", judged.texts.get(action, 0), policy, action)
+        value("tokenmill_content_policy_failures_total", judged.failures, policy)
+        for kind, count in (("prompt", judged.prompt_tokens), ("completion", judged.completion_tokens)):
+            value("tokenmill_guard_tokens_total", count, policy, kind)
     for gpu in known.gpus:
         _gpu(value, gpu)
 

@@ -12,6 +12,7 @@ from engine.request import Completion, Request
 from schemas.requests.dialects.dialect import Dialect
 from schemas.requests.errors import RowError
 from schemas.requests.parsing import Body
+from schemas.requests.policy_report import NO_REPORT, PolicyReport
 from workers.policies.policy import PolicyGuard
 
 
@@ -40,6 +41,11 @@ class PreparedRow:
     dialect: Dialect | None = None
     given_tokens: int | None = None
 
+    @property
+    def report(self) -> PolicyReport:
+        """The report of the content policies so far."""
+        return NO_REPORT if self.guard is None else self.guard.report
+
     def truncated_tokens(self, prompt_tokens: int) -> int | None:
         """The tokens that were cut off its prompts, of which `prompt_tokens` were computed; None: none."""
         given = self.given_tokens
@@ -48,13 +54,15 @@ class PreparedRow:
 
 @dataclass(frozen=True, slots=True)
 class RejectedRow:
-    """A row and its copies that never entered the engine; times are seconds of the engine's clock."""
+    """A row and its copies that never entered the engine; times are seconds of the engine's clock. `report`: of the
+    content policies."""
 
     names: tuple[RowName, ...]
     model: str
     error: RowError
     started_at: float
     finished_at: float
+    report: PolicyReport = NO_REPORT
 
 
 @dataclass(frozen=True, slots=True)

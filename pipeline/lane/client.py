@@ -18,12 +18,15 @@ from pipeline.lane.prefix_router import PrefixRouter
 from pipeline.ports import Clock, PipelineError
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.tracing import NO_SPAN, NO_TRACES, Span, Traces
-from schemas.workers.lane import ErrorEvent, HandBackEvent, KVSource, LaneEvent, LaneRequest
+from schemas.workers.lane import ErrorEvent, HandBackEvent, KVSource, LaneEvent, LaneRequest, Route
 
 LANE_UNAVAILABLE: Final = "lane_unavailable"
 LANE_FULL: Final = "lane_full"
 WORKER_LOST: Final = "worker_lost"
 REQUEST_TIMEOUT: Final = "request_timeout"
+ROUTE_LOOP: Final = "route_loop"
+MAX_ROUTES: Final = 3
+"""How often content policies may send a request to another model."""
 
 logger = structlog.get_logger(__name__)
 
@@ -221,12 +224,24 @@ class LaneCalls:
                 continue
             call.checked_at = self._clock.monotonic()
             if isinstance(counted, HandBackEvent):
-                self._resend(call, "handed back by its worker", counted.kv_source)
+                yield from self._go_on(call, counted)
                 continue
             if call.stream.ended:
                 self._forget(call)
                 call.span.end(counted.code if isinstance(counted, ErrorEvent) else None)
             yield counted
+
+    def _go_on(self, call: _Call, event: HandBackEvent) -> Iterator[LaneEvent]:
+        """Send a request again that its worker handed back."""
+        if event.route is None:
+            self._resend(call, "handed back by its worker", event.kv_source)
+        elif call.stream.routes >= MAX_ROUTES:
+            message = (
+                f"content policies sent the request to another model {MAX_ROUTES} times; give all workers the same"
+            )
+            yield self._fail(call, ROUTE_LOOP, message, 500)
+        else:
+            self._resend(call, "routed to another model", route=event.route)
 
     def _lost(self, call: _Call) -> Iterator[LaneEvent]:
         call.losses += 1
@@ -235,11 +250,13 @@ class LaneCalls:
             return
         self._resend(call, "lost")
 
-    def _resend(self, call: _Call, why: str, kv_source: KVSource | None = None) -> None:
-        request = call.stream.again(kv_source)
+    def _resend(self, call: _Call, why: str, kv_source: KVSource | None = None, route: Route | None = None) -> None:
+        request = call.stream.again(kv_source, route)
         self._release_worker(request)
         call.span.event("sent again", {"tokenmill.attempt": request.attempt, "tokenmill.reason": why})
-        if kv_source is None:
+        if route is not None:
+            logger.info("request routed", request=request.id, model=route.name)
+        elif kv_source is None:
             logger.warning("request sent again", request=request.id, attempt=request.attempt, why=why)
         call.sent = False
 

@@ -11,11 +11,13 @@ end that, and the answer to the worker's next call reports it. So a cancel is no
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from pipeline.ports import PipelineError
+from schemas.requests.policy_report import PolicyReport, add_report
 from schemas.workers.lane import (
     ADDRESSED_MARK,
     DECODE,
@@ -25,6 +27,7 @@ from schemas.workers.lane import (
     LaneEvent,
     LaneRequest,
     Position,
+    Route,
     TokensEvent,
     position_of,
 )
@@ -242,12 +245,15 @@ class LaneStream:
         request: the current attempt.
         position: of the last accepted event.
         ended: whether the end, or an error, was received.
+        routes: how often content policies sent the request to another model.
     """
 
     def __init__(self, request: LaneRequest) -> None:
         self.request = request
         self.position = START
         self.ended = False
+        self.routes = 0
+        self._reports: list[PolicyReport] = []
         self._next = 0
         self._tokens: dict[int, list[int]] = {choice: list(ids) for choice, ids in enumerate(request.tokens)}
 
@@ -262,11 +268,20 @@ class LaneStream:
         self.ended = isinstance(event, EndEvent | ErrorEvent)
         if isinstance(event, TokensEvent):
             self._tokens.setdefault(event.choice, []).extend(event.tokens)
+        if isinstance(event, EndEvent) and self._reports:
+            response: dict[str, Any] = functools.reduce(add_report, self._reports[::-1], event.response)
+            event = replace(event, response=response)
         return event
 
-    def again(self, kv_source: KVSource | None = None) -> LaneRequest:
+    def again(self, kv_source: KVSource | None = None, route: Route | None = None) -> LaneRequest:
         """Start the next attempt, which continues after the received tokens; from now on only its events count. It is
-        addressed to no worker. `kv_source`: where the prompt's blocks are, for a decode worker."""
+        addressed to no worker. `kv_source`: where the prompt's blocks are, for a decode worker. `route`: the model that
+        answers instead; the response gets the verdicts that led to it."""
+        if route is not None:
+            self.routes += 1
+            self._reports.append(route.report)
+            body = {**self.request.body, "model": route.name}
+            self.request = replace(self.request, model=route.model, body=body)
         choices = range(max(self._tokens, default=-1) + 1)
         tokens = tuple(tuple(self._tokens.get(choice, ())) for choice in choices)
         self.request = replace(

@@ -117,6 +117,21 @@ METRICS: Final = (
         "too long or their worker was lost.",
         ("model",),
     ),
+    Metric(
+        "tokenmill_judged_texts_total", "counter",
+        "Prompts and answers that a content policy judged, by what it did: pass, flag, route or refuse.",
+        ("model", "policy", "action"),
+    ),
+    Metric(
+        "tokenmill_content_policy_failures_total", "counter",
+        "Texts that a content policy could not judge: refused, unless a guard model's file says that they pass.",
+        ("model", "policy"),
+    ),
+    Metric(
+        "tokenmill_guard_tokens_total", "counter",
+        "Tokens of the guard model that judges for a content policy, by kind: prompt, completion.",
+        ("model", "policy", "kind"),
+    ),
     Metric("tokenmill_kv_blocks", "gauge", "Blocks of a worker's KV cache.", ("model",)),
     Metric("tokenmill_kv_blocks_used", "gauge", "Blocks of the KV cache that running requests hold.", ("model",)),
     Metric(

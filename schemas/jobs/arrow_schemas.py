@@ -28,6 +28,7 @@ RESULT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("attempt", pa.int32()),
     pa.field("reasoning", pa.string()),
     pa.field("truncated_tokens", pa.int32()),
+    pa.field("content_policies", pa.string()),
 )
 
 SHARD_FIELDS: tuple[pa.Field, ...] = (

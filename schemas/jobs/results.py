@@ -42,6 +42,8 @@ class ResultRow:
         embedding: float32 values, for embeddings only.
         reasoning: the model's thought before the text, if it marks one.
         truncated_tokens: that the prompts lost, which were too long; None: none.
+        content_policies: the verdicts of content policies as JSON (`schemas.requests.policy_report`); None: all of its
+            texts simply passed.
     """
 
     custom_id: str | None
@@ -64,6 +66,7 @@ class ResultRow:
     attempt: int | None = None
     reasoning: str | None = None
     truncated_tokens: int | None = None
+    content_policies: str | None = None
 
     @classmethod
     def from_error(

@@ -14,6 +14,7 @@ from pydantic import AwareDatetime, ConfigDict, Field, StringConstraints, TypeAd
 
 from schemas.identifiers import Attempt, Host, Id, Traceparent
 from schemas.jobs.job import Tier
+from schemas.requests.policy_report import NO_REPORT, PolicyReport
 
 Text = Annotated[str, StringConstraints(max_length=4_096)]
 Sequence = Annotated[int, Field(ge=0, lt=2**53)]
@@ -55,6 +56,22 @@ class KVSource:
     ticket: Ticket = field(repr=False)
     machine: Name
     local_name: Name
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Another model for a request, chosen by a content policy of the worker that had it.
+
+    Attributes:
+        model: `ModelPin.key` of the model.  name: as requests name it.
+        report: the verdicts on the request so far.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    model: Text
+    name: Text
+    report: PolicyReport = NO_REPORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +163,11 @@ class ErrorEvent(_Event):
 @dataclass(frozen=True, slots=True)
 class HandBackEvent(_Event):
     """The worker ends this attempt; the caller sends the next one. `kv_source`: the prompt is computed, and another
-    worker is to go on with it; None: the worker stops."""
+    worker is to go on with it. `route`: another model is to answer, and no token was computed. Neither: the worker
+    stops."""
 
     kv_source: KVSource | None = None
+    route: Route | None = None
     kind: Literal["hand_back"] = "hand_back"
 
 

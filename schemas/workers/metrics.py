@@ -204,6 +204,21 @@ class GpuMetrics(StoredReport):
     throttled: tuple[str, ...] | None = None
 
 
+class PolicyMetrics(StoredReport):
+    """A content policy's verdicts on prompts and answers.
+
+    Attributes:
+        texts: judged ones by action: "pass", or `schemas.requests.policy_report.PolicyAction`.
+        failures: texts that it could not judge.
+        prompt_tokens, completion_tokens: of the guard model that judges them.
+    """
+
+    texts: dict[str, Count] = Field(default_factory=dict)
+    failures: Count = 0
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
+
+
 class WorkerMetrics(StoredReport):
     """The metrics of one worker, in tokens unless stated otherwise.
 
@@ -225,6 +240,7 @@ class WorkerMetrics(StoredReport):
         pace: None: there is no SLO.  speculation: None: nothing was drafted.  cache_tier, host_tier: the
             second tiers of the prefix cache on a disk, and in host memory; None: there is none.
         handover: None: the worker neither hands requests over nor takes them over.
+        policies: the content policies, by name.
         gpus: those that compute the model, in the order of its ranks, without those that can't be read.
         store_outage: why the store is unavailable, so that the worker waits for it; None: it is available.
     """
@@ -254,5 +270,6 @@ class WorkerMetrics(StoredReport):
     cache_tier: CacheTierMetrics | None = None
     host_tier: CacheTierMetrics | None = None
     handover: HandoverMetrics | None = None
+    policies: dict[str, PolicyMetrics] = Field(default_factory=dict)
     gpus: tuple[GpuMetrics, ...] = ()
     store_outage: str | None = None

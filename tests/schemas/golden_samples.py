@@ -57,15 +57,26 @@ from schemas.releases import (
 )
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import RateLimits
+from schemas.requests.policy_report import ContentVerdict, PolicyReport
 from schemas.settings.autoscaling import PoolMemory, StoredScaling
 from schemas.settings.releases import ReleaseRules
 from schemas.stored import StoredModel
 from schemas.workers.heartbeat import StoredHeartbeat
-from schemas.workers.lane import EndEvent, ErrorEvent, HandBackEvent, LaneRequest, TokensEvent, event_json, request_json
+from schemas.workers.lane import (
+    EndEvent,
+    ErrorEvent,
+    HandBackEvent,
+    LaneRequest,
+    Route,
+    TokensEvent,
+    event_json,
+    request_json,
+)
 from schemas.workers.lane import read_event as read_lane_event
 from schemas.workers.lane import read_request as read_lane_request
 from schemas.workers.metrics import (
     HistogramSample,
+    PolicyMetrics,
     SloMetrics,
     SloWeights,
     SpeculationMetrics,
@@ -164,6 +175,7 @@ RECORDS: dict[str, StoredModel] = {
         model="tiny", seconds=9.0, tiers={Tier.BULK: TierMetrics(running=1, usage=USAGE, ttft=TIMES)}, computed=9,
         steps=TIMES, pace=SloMetrics(weights=SloWeights(ttft=1.0), terms=SloWeights(itl=0.5), drops=1),
         speculation=SpeculationMetrics(drafted=3, accepted=1, gained=0.5, seconds=1.0),
+        policies={"rules": PolicyMetrics(texts={"flag": 2}, failures=1, prompt_tokens=5, completion_tokens=1)},
     ),
     "scaling": StoredScaling(as_of=NOON, speeds={"tiny": 9.5}, pools={"tiny": PoolMemory(desired=2, changed=(1.0,))}),
     "stored-file": StoredFile(id="file-0", tenant="team-a", filename="in.jsonl", purpose="batch", size=9, sha256=SHA,
@@ -192,11 +204,13 @@ EVENTS = {
     "event-progress": ProgressMade(id="job-1/progress/1", job="job-1", at=NOON, counts=COUNTS, usage=USAGE),
 }  # fmt: skip
 
+REPORT = PolicyReport((ContentVerdict("rules", "medical", "route", "prompt", "big"),), 5, 1)
 LANE = {
     "lane-tokens": TokensEvent("r1", 1, 0, 0, (5, 6), "hi", {"content": []}, [{"index": 0}]),
     "lane-end": EndEvent("r1", 1, 1, {"id": "x"}, "p1"),
     "lane-error": ErrorEvent("r1", 1, 1, "c", "m", 503, "p"),
     "lane-hand-back": HandBackEvent("r1", 1, 1),
+    "lane-route": HandBackEvent("r1", 1, 1, route=Route("key", "big", REPORT)),
 }
 REQUEST = LaneRequest(
     "r1",

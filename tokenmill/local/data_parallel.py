@@ -33,7 +33,7 @@ def divide(
 ) -> None:
     """Compute the job by replicas, each of which takes shards. Raises `UserError` when one of them fails."""
     count = plan.engine.replicas
-    names = [name for name, _ in plan.worker.policies.named]
+    names = plan.worker.policies.chosen
     sent = replace(plan, worker=replace(plan.worker, policies=NO_POLICIES))
     tasks = [ReplicaTask(_compute, (sent, pins, names, number)) for number in range(count)]
     methods: dict[str, Callable[..., Any]] = {

@@ -37,6 +37,7 @@ from tokenmill.services.handover import open_handover
 from tokenmill.services.readiness import LoadModel, Readiness
 from tokenmill.services.worker_process import entry_of, run_worker_process, worker_settings
 from workers.lane.requests import LaneRules
+from workers.lane.routes import CatalogModels
 from workers.lane.server import LaneServer, LaneServing
 from workers.model.loaded_model import LoadedModel
 from workers.observability.watchdog import Watchdog
@@ -114,7 +115,7 @@ def run_replicas(
     them fails, after all have ended."""
     report_up = log_to_stderr(logging.INFO, log_format or settings.log_format, "worker")
     port = settings.metrics.port if metrics_port is None else metrics_port
-    names = [name for name, _ in policies.named]
+    names = policies.chosen
     price = None if price_per_hour is None else price_per_hour / len(environments)
     tasks = [
         ReplicaTask(
@@ -217,6 +218,7 @@ class WorkerService:
             list(self._loads), backends.queue, self._lane, root.world.clock, switch_after, queues
         )
         self._lane_rules = lane_rules(settings, policies)
+        self._find_model = CatalogModels(root.world.store, root.world.clock)
         self._serving = LaneServing(
             most=settings.lane.max_requests,
             grace_seconds=settings.lane.drain_seconds,
@@ -275,7 +277,7 @@ class WorkerService:
                 self._watchdog.watching(),
                 LaneServer(
                     model, self._lane, world.clock, self._lane_rules, self._serving, traces=world.traces,
-                    handover=handover,
+                    handover=handover, find_model=self._find_model,
                 ).running(stop) as side_work,
             ):  # fmt: skip
                 self._rotation.begin()

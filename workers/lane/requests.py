@@ -65,12 +65,13 @@ class LaneReader:
         return self._rules.limits
 
     def prepare(self, request: LaneRequest) -> PreparedRow:
-        """Prepare the request as a row. Raises `RowError`."""
+        """Prepare the request as a row. Raises `RowError`, and `PromptRouted` if another model is to answer."""
         if request.url not in BODIES or request.url in DIALECTS:  # the sender translates a dialect
             raise unsupported_url(request.url)
         body = parse_body(request.url, request.body, self._rules.limits)
         names = (RowName(0, request.id),)
-        guard = self._rules.policies.guard(JudgedText(request.id, request.tenant, body.model, request.url))
+        about = JudgedText(request.id, request.tenant, body.model, request.url)
+        guard = self._rules.policies.guard(about, self._model.answers_to)
         translator = Translator(
             self._model.tokenizer, self._model.limits, self._job_rules(request), self._model.grammars
         )

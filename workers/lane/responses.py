@@ -19,7 +19,17 @@ from engine.scheduler.resume import ANSWERED
 from schemas.jobs.results import ResultRow
 from schemas.requests.errors import STATUS_CODES, RowError, RowErrorCode
 from schemas.requests.parsing import ChatBody, GenerationBody
-from schemas.workers.lane import EndEvent, ErrorEvent, HandBackEvent, KVSource, LaneEvent, LaneRequest, TokensEvent
+from schemas.requests.policy_report import add_report
+from schemas.workers.lane import (
+    EndEvent,
+    ErrorEvent,
+    HandBackEvent,
+    KVSource,
+    LaneEvent,
+    LaneRequest,
+    Route,
+    TokensEvent,
+)
 from workers.lane.requests import PREFIX
 from workers.policies.policy import PolicyGuard
 from workers.policies.stream_filter import PolicyStreamFilter, slice_choice
@@ -228,6 +238,8 @@ class LaneAnswer:
         return [self._tokens(choice.index, ids, more, logprobs)]
 
     def _end(self, response: dict[str, Any]) -> EndEvent:
+        if self._guard is not None:
+            response = add_report(response, self._guard.report)
         policies = None if self._guard is None else self._guard.fingerprint
         return EndEvent(self.request.id, self.request.attempt, self._next_sequence(), response, policies)
 
@@ -282,6 +294,8 @@ def response_events(request: LaneRequest, response: dict[str, Any]) -> list[Lane
     return [EndEvent(request.id, request.attempt, 0, response)]
 
 
-def hand_back_events(request: LaneRequest, sequence: int = 0, kv_source: KVSource | None = None) -> list[LaneEvent]:
+def hand_back_events(
+    request: LaneRequest, sequence: int = 0, kv_source: KVSource | None = None, route: Route | None = None
+) -> list[LaneEvent]:
     """The event that ends an attempt, which another worker continues."""
-    return [HandBackEvent(request.id, request.attempt, sequence, kv_source)]
+    return [HandBackEvent(request.id, request.attempt, sequence, kv_source, route)]

@@ -5,6 +5,7 @@ Threads of the server:
 - The taker takes requests from the lane.
 - A few preparers prepare them, alternating between tenants (`workers.lane.preparation`).
 - The emitter makes events from the engine's tokens and emits them in batches.
+- Judges make an answer's last events where a content policy waits for another process.
 - The holder renews the holds on the requests of this worker every few seconds. It does nothing else, so that no request
   delays it.
 
@@ -26,6 +27,7 @@ import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
@@ -48,10 +50,12 @@ from workers.lane.handover import NO_HANDOVER, Blocks, LaneHandover, PrefillHand
 from workers.lane.preparation import PreparationQueue
 from workers.lane.requests import PREFIX, LaneReader, LaneRules
 from workers.lane.responses import LaneAnswer, hand_back_events, refusal_events, response_events
+from workers.lane.routes import FindModel, no_models, route_of
 from workers.lane.tokenizing import tokenizer_response
 from workers.model.loaded_model import LoadedModel
 from workers.observability.metrics import EndedRequests, SideWorkMetrics
 from workers.observability.tracing import LaneSpans
+from workers.policies.policy import PromptRouted
 from workers.rows import Envelope, PreparedRow
 from workers.shards.resume import resume_failed
 from workers.structured.grammar import too_complex
@@ -139,12 +143,17 @@ class LaneServer:
         lane_settings: LaneSettings | None = None,
         traces: Traces = NO_TRACES,
         handover: LaneHandover = NO_HANDOVER,
+        find_model: FindModel = no_models,
     ) -> None:
-        """`lane_settings`: those of the lane. `handover`: of requests to other workers, or from them."""
+        """`lane_settings`: those of the lane. `handover`: of requests to other workers, or from them. `find_model`:
+        finds the models to which content policies send requests."""
         self._model = model
         self._engine = model.engine
         self._lane = lane
         self._clock = clock
+        self._find_model = find_model
+        # Policies that wait for another process judge on more threads, so that requests don't wait for each other.
+        self._num_judges = 1 if rules is None else rules.policies.concurrency
         self._reader = LaneReader(model, rules)
         self._builder = ResponseBuilder(model.tokenizer, model.limits.classifier)
         self._spans = LaneSpans(model.name, traces)
@@ -175,8 +184,11 @@ class LaneServer:
         self._pending_events: queue.SimpleQueue[_EventMaker | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._taker: threading.Thread | None = None
-        self._preparation = PreparationQueue(self._prepare, self._serving.num_preparers)
+        self._num_preparers = self._serving.num_preparers + self._num_judges - 1
+        self._preparation = PreparationQueue(self._prepare, self._num_preparers)
         self._preparers: list[threading.Thread] = []
+        self._num_judging = 0
+        self._judges: Executor | None = None  # judge answers; None: the emitter does
         # Used by the loop only.
         self._open: dict[str, _OpenRequest] = {}  # by the engine's request id
         self._next_emit = 0.0
@@ -192,10 +204,12 @@ class LaneServer:
         holder = threading.Thread(target=self._guarded, args=(self._hold_all,), name="lane-holder")
         self._preparers = [
             threading.Thread(target=self._guarded, args=(self._preparation.work,), name=f"lane-preparer-{number}")
-            for number in range(self._serving.num_preparers)
+            for number in range(self._num_preparers)
         ]
         for thread in (emitter, holder, taker, *self._preparers):
             thread.start()
+        judges = ThreadPoolExecutor(self._num_judges, "lane-judge") if self._num_judges > 1 else None
+        self._judges = judges
         try:
             yield self
         finally:
@@ -204,6 +218,8 @@ class LaneServer:
                 self._pending_events.put(left.answer.hand_back)
             self._pending_events.put(None)
             emitter.join()
+            if judges is not None:
+                judges.shutdown(wait=True, cancel_futures=True)
             self._all_emitted.set()
             holder.join()
 
@@ -212,7 +228,8 @@ class LaneServer:
     @property
     def busy(self) -> bool:
         """Whether a request is in the engine, or about to enter it."""
-        return bool(self._open or self._arrived or self._is_taking or self._preparation.busy or self._num_fetching)
+        is_preparing = self._is_taking or self._preparation.busy or self._num_fetching
+        return bool(self._open or self._arrived or is_preparing or self._num_judging)
 
     @property
     def grace_seconds(self) -> float:
@@ -251,7 +268,9 @@ class LaneServer:
             self._arrived.append(opened)
         else:
             self._ended_requests.record(opened.request.tier, completion)
-            self._pending_events.put(partial(self._make_end_events, opened, completion))
+            with self._changed:
+                self._num_judging += self._judges is not None
+            self._pending_events.put(partial(self._end, opened, completion))
         return True
 
     def metrics(self) -> SideWorkMetrics:
@@ -444,6 +463,9 @@ class LaneServer:
                 return
             row = self._reader.prepare(request)
             answer = LaneAnswer(request, row, self._model.tokenizer)
+        except PromptRouted as routed:
+            self._pending_events.put(self._route(request, routed))
+            return
         except RowError as error:
             self._pending_events.put(partial(refusal_events, request, error))
             return
@@ -459,6 +481,17 @@ class LaneServer:
         with self._changed:
             self._num_fetching += 1
         self._decode.fetch(request.kv_source, row.request, partial(self._arrive_with, opened))
+
+    def _route(self, request: LaneRequest, routed: PromptRouted) -> _EventMaker:
+        """Hand a request back for the model that a content policy chose."""
+        try:
+            if any(request.tokens):
+                message = f"content policy {routed.policy!r} routes a prompt whose answer has begun; send it again"
+                raise RowError(RowErrorCode.ENGINE_ERROR, message)
+            route = route_of(routed, self._find_model)
+        except RowError as error:
+            return partial(refusal_events, request, error)
+        return partial(hand_back_events, request, route=route)
 
     def _arrive_with(self, opened: _OpenRequest, blocks: Blocks) -> None:
         opened.blocks = blocks
@@ -477,7 +510,7 @@ class LaneServer:
     def _emit_all(self) -> None:
         events: deque[LaneEvent] = deque()
         is_ending, deadline = False, float("inf")
-        while not (is_ending and not events) and self._clock.monotonic() < deadline:
+        while not (is_ending and not events and not self._num_judging) and self._clock.monotonic() < deadline:
             makers, has_ended = self._gather(wait=not events)
             if has_ended and not is_ending:
                 is_ending, deadline = True, self._clock.monotonic() + _LAST_EMIT_SECONDS
@@ -519,6 +552,20 @@ class LaneServer:
         for choice in (choice.index for choice in new if opened.answer.refuses(choice.index)):
             self._refused.append((opened.row.request.request_id, choice))
         return events
+
+    def _end(self, opened: _OpenRequest, completion: Completion) -> Sequence[LaneEvent]:
+        """The events of an answer's end; none now if the content policies take their time to judge it."""
+        if self._judges is None:
+            return self._make_end_events(opened, completion)
+        self._judges.submit(self._end_later, opened, completion)
+        return ()
+
+    def _end_later(self, opened: _OpenRequest, completion: Completion) -> None:
+        """Runs on a judge's thread. All tokens of the answer were emitted, so no other thread uses it any more."""
+        events = self._make_end_events(opened, completion)
+        self._pending_events.put(lambda: events)
+        with self._changed:
+            self._num_judging -= 1
 
     def _make_end_events(self, opened: _OpenRequest, completion: Completion) -> Sequence[LaneEvent]:
         request = opened.request

@@ -33,6 +33,7 @@ from schemas.workers.metrics import (
     WorkerMetrics,
 )
 from workers.observability.gpu import GpuReader
+from workers.policies.counts import PolicyCounts, counted_since
 from workers.translation.requests import PRIORITIES
 from workers.translation.responses import failure_of
 
@@ -112,15 +113,24 @@ class MetricsReader:
 
     Args:
         model: the model's name.  began: start of serving it, on the worker's clock (seconds).
-        gpu_uuids: of the GPUs that compute it.
+        gpu_uuids: of the GPUs that compute it.  policies: counts of the content policies; None: there are none.
     """
 
-    def __init__(self, model: str, engine: StepEngine, began: float, gpu_uuids: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: str,
+        engine: StepEngine,
+        began: float,
+        gpu_uuids: Sequence[str] = (),
+        policies: PolicyCounts | None = None,
+    ) -> None:
         self.ended = EndedRequests()
         self._model = model
         self._engine = engine
         self._began = began
         self._gpus = GpuReader(gpu_uuids)
+        self._policies = policies or PolicyCounts()
+        self._policies_before = self._policies.read()
         # The warm-up's steps are not counted.
         self._before, self._classes_before = engine.stats(), engine.classes()
         self._readings = deque([_Reading(began, self._before, engine.expert_load())])
@@ -171,6 +181,7 @@ class MetricsReader:
             cache_tier=None if stats.tier is None else _cache_tier(stats.tier),
             host_tier=None if stats.host_tier is None else _cache_tier(stats.host_tier),
             handover=side_work.handover,
+            policies=counted_since(self._policies_before, self._policies.read()),
             gpus=self._gpus.read(),
         )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from workers.errors import WorkerError
 from workers.policies import rules as content_rules
+from workers.policies.acting import ActingPolicy
 from workers.policies.policy import NO_POLICIES, Policies
 
 GROUP: Final = "tokenmill.content_policies"
@@ -22,16 +23,35 @@ class PolicyError(WorkerError):
 
 
 def load_policies(chosen: Sequence[str]) -> Policies:
-    """Load the policies with these names, each NAME or NAME:ARGUMENT.
+    """Load the policies with these names, each NAME or NAME:ARGUMENT, perhaps behind `flag=` or `route@MODEL=`.
 
     Raises:
         PolicyError: there is no such policy, or it can't be loaded.
         RulesError: a file of rules can't be used.
     """
-    return Policies(tuple(_load(one) for one in chosen)) if chosen else NO_POLICIES
+    return Policies(tuple(_load(one) for one in chosen), tuple(chosen)) if chosen else NO_POLICIES
 
 
-def _load(chosen: str) -> tuple[str, Any]:
+def _load(given: str) -> tuple[str, Any]:
+    action, model, chosen = _split(given)
+    name, policy = _load_plain(chosen)
+    return name, policy if action is None else ActingPolicy(policy, action, model)
+
+
+def _split(given: str) -> tuple[Literal["flag", "route"] | None, str, str]:
+    """The action of all of a policy's verdicts, the model of a `route`, and the policy. No action: the policy's own."""
+    head, equals, chosen = given.partition("=")
+    if equals and head == "flag":
+        return "flag", "", chosen
+    if equals and head.startswith("route@"):
+        model = head.removeprefix("route@")
+        if not model:
+            raise PolicyError(f"content policy {given!r} names no model; write route@MODEL=NAME")
+        return "route", model, chosen
+    return None, "", given
+
+
+def _load_plain(chosen: str) -> tuple[str, Any]:
     name, colon, argument = chosen.partition(":")
     try:
         make = BUILT_IN.get(name) or _installed(name)

@@ -17,8 +17,9 @@ import re2
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from schemas.requests.policy_report import PolicyAction
 from workers.errors import WorkerError
-from workers.policies.policy import ALLOWED, Answer, PolicyVerdict, Prompt
+from workers.policies.policy import ALLOWED, SEVERITY, Answer, PolicyVerdict, Prompt
 
 DEFAULT_WINDOW: Final = 200
 """Default of a rule's `window`: the characters that a regex may match in a stream before any of them is emitted."""
@@ -40,7 +41,9 @@ class _Rule(BaseModel):
     """One `[[rule]]`.
 
     Attributes:
-        action: what a match does; there is only one action.
+        apply: to prompts, answers, or both, which is the default; a `route` applies to prompts.
+        action: what a match does.
+        model: to which a `route` sends the request.
         ignore_case, whole_words: apply to keywords.
         window: maximum length of a match of `regexes`, in characters.
     """
@@ -49,7 +52,8 @@ class _Rule(BaseModel):
 
     name: Annotated[str, Field(min_length=1, max_length=100)]
     apply: Side = "both"
-    action: Literal["refuse"] = "refuse"
+    action: PolicyAction = "refuse"
+    model: Annotated[str, Field(min_length=1, max_length=1_000)] | None = None
     keywords: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     regexes: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     ignore_case: bool = True
@@ -60,15 +64,24 @@ class _Rule(BaseModel):
     def _check(self) -> _Rule:
         if bool(self.keywords) == bool(self.regexes):
             raise _wrong("must have either keywords or regexes; give one of them, and the other in a rule of its own")
+        if (self.action == "route") != (self.model is not None):
+            raise _wrong("must have action = 'route' together with model, the name to send the request to")
+        if self.action == "route" and self.sides != "prompt":
+            raise _wrong("has action = 'route', which is for prompts; set apply = 'prompt'")
         if self.regexes and self.model_fields_set & {"ignore_case", "whole_words"}:
             raise _wrong(r"has ignore_case or whole_words, which are for keywords; write (?i) or \b in the regexes")
-        if "window" in self.model_fields_set and (self.keywords or self.apply == "prompt"):
-            raise _wrong("has a window, which is for regexes that apply to answers; remove it")
+        if "window" in self.model_fields_set and (self.keywords or self.sides == "prompt" or self.action == "flag"):
+            raise _wrong("has a window, which is for regexes that refuse answers; remove it")
         for at, keyword in enumerate(self.keywords):
             if self.whole_words and not re.fullmatch(r"(?a:\w(.*\w)?)", keyword, re.DOTALL):
                 why = "whole_words needs keywords that begin and end with an ASCII letter, a digit or _"
                 raise _wrong(f"keywords[{at}]: {why}; put this one into a rule without it")
         return self
+
+    @property
+    def sides(self) -> Side:
+        """The texts that it applies to."""
+        return "prompt" if self.action == "route" and "apply" not in self.model_fields_set else self.apply
 
 
 class _File(BaseModel):
@@ -79,7 +92,7 @@ class _File(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A rule, ready to match. `window`: characters of its longest match in an answer."""
+    """A rule, ready to match. `window`: characters at the end of a growing answer that it may still refuse."""
 
     verdict: PolicyVerdict
     patterns: tuple[Any, ...]
@@ -87,28 +100,30 @@ class _Compiled:
 
 
 class Rules:
-    """The policy of a file of rules (a `ContentPolicy`). It refuses a text that matches anywhere.
+    """The policy of a file of rules (a `ContentPolicy`). A rule applies to a text that matches anywhere. Of several
+    the severest action counts, and among equal ones the first rule.
 
     Attributes:
         fingerprint: that of the file.
-        window: length of the longest possible match in an answer.
+        window: length of the longest possible match of a rule that refuses answers.
     """
 
     def __init__(self, path: Path) -> None:
         """Raises `RulesError`."""
         rules, self.fingerprint = _read(path)
-        compiled = [(rule.apply, _compile(f"{path}: rule {rule.name!r}", rule)) for rule in rules]
+        rules.sort(key=lambda rule: -SEVERITY[rule.action])  # so that the first match counts
+        compiled = [(rule.sides, _compile(f"{path}: rule {rule.name!r}", rule)) for rule in rules]
         self._of_prompts = tuple(rule for side, rule in compiled if side != "answer")
         self._of_answers = tuple(rule for side, rule in compiled if side != "prompt")
         self.window = max((rule.window for rule in self._of_answers), default=0)
 
     def before(self, prompt: Prompt) -> PolicyVerdict:
         """See `ContentPolicy`."""
-        for text in prompt.texts:
-            data = text.encode(errors="replace")  # a message may hold half a surrogate pair where no template reads it
-            for rule in self._of_prompts:
-                if any(pattern.search(data) for pattern in rule.patterns):
-                    return rule.verdict
+        # A message may hold half a surrogate pair where no template reads it.
+        texts = [text.encode(errors="replace") for text in prompt.texts]
+        for rule in self._of_prompts:
+            if any(pattern.search(data) for data in texts for pattern in rule.patterns):
+                return rule.verdict
         return ALLOWED
 
     def after(self, answer: Answer) -> PolicyVerdict:
@@ -172,7 +187,8 @@ def _wrong(message: str) -> PydanticCustomError:
 
 
 def _compile(where: str, rule: _Rule) -> _Compiled:
-    verdict = PolicyVerdict(False, rule.name)
+    verdict = PolicyVerdict(rule.action, rule.name, rule.model or "")
+    holds_back = rule.action != "flag"
     if rule.keywords:
         words = "|".join(re2.escape(keyword) for keyword in rule.keywords)
         pattern = rf"\b(?:{words})\b" if rule.whole_words else words
@@ -180,8 +196,9 @@ def _compile(where: str, rule: _Rule) -> _Compiled:
             compiled = _pattern(pattern, ignore_case=rule.ignore_case)
         except ValueError as error:
             raise RulesError(f"{where}: keywords: {error}; make several rules of it") from error
-        return _Compiled(verdict, (compiled,), max(map(len, rule.keywords)))
-    return _Compiled(verdict, tuple(_regex(where, at, regex) for at, regex in enumerate(rule.regexes)), rule.window)
+        return _Compiled(verdict, (compiled,), holds_back * max(map(len, rule.keywords)))
+    patterns = tuple(_regex(where, at, regex) for at, regex in enumerate(rule.regexes))
+    return _Compiled(verdict, patterns, holds_back * rule.window)
 
 
 def _regex(where: str, at: int, regex: str) -> Any:

@@ -12,8 +12,48 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.request import PartialChoice, TokenLogprobs
-from workers.policies.policy import GrowingAnswer, PolicyGuard
+from workers.policies.policy import PolicyGuard
 from workers.text.detokenizer import IncrementalDetokenizer
+
+
+class GrowingAnswer:
+    """Judges an answer whose text grows: which characters may be emitted, and whether it may continue.
+
+        | discarded   |  context  |  held back: a window  |  future text
+        |------- cleared ---------|
+                      |-------------- text ---------------|
+                                start
+
+    A refused text is at most a window long, so it is found while all of it is held back.
+
+    Attributes:
+        cleared: characters from the answer's beginning that may be emitted.
+        refused: the answer must not continue, and no more of it may be emitted.
+    """
+
+    __slots__ = ("_guard", "_start", "_text", "cleared", "refused")
+
+    def __init__(self, guard: PolicyGuard) -> None:
+        self._guard = guard
+        self._text = ""
+        self._start = 0
+        self.cleared = 0
+        self.refused = False
+
+    def push(self, text: str) -> None:
+        """Add text. Raises `RowError` when a policy fails."""
+        if not text or self.refused:
+            return
+        window = self._guard.window
+        self._text += text
+        self.refused = self._guard.refuses_growing(self._text, self._start)
+        if self.refused:
+            return
+        end = max(self._start, len(self._text) - window)
+        if not self._guard.holds_all:
+            self.cleared += end - self._start
+        context = max(0, end - max(1, window))  # shows a pattern whether a word begins at `start`
+        self._text, self._start = self._text[context:], end - context
 
 
 class PolicyStreamFilter:

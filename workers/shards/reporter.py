@@ -13,6 +13,7 @@ from schemas.jobs.job import Tier
 from workers.model.loaded_model import LoadedModel
 from workers.observability.metrics import MetricsReader
 from workers.observability.progress import RateMeter, WorkerCounts, WorkerObserver, WorkerProgress
+from workers.policies.counts import PolicyCounts
 from workers.rows import RejectedRow
 from workers.shards.heartbeats import HeartbeatSender
 from workers.shards.open_shard import OpenShard, PreparedShard
@@ -30,8 +31,9 @@ class WorkerReporter:
         side_work: SideWork,
         observer: WorkerObserver | None,
         report_seconds: float,
+        policies: PolicyCounts | None = None,
     ) -> None:
-        """`report_interval_seconds`: interval between two calls of the observer."""
+        """`report_seconds`: interval between two calls of the observer.  `policies`: see `MetricsReader`."""
         self._engine = model.engine
         self._max_num_seqs = model.max_num_seqs
         self._now = clock.monotonic
@@ -41,7 +43,7 @@ class WorkerReporter:
         self._next_report = 0.0
         self._counts = WorkerCounts()
         self._rate = RateMeter()
-        self._metrics = MetricsReader(model.name, model.engine, clock.monotonic(), model.gpu_uuids)
+        self._metrics = MetricsReader(model.name, model.engine, clock.monotonic(), model.gpu_uuids, policies)
         self._heartbeats: HeartbeatSender | None = None
 
     def start(self, heartbeats: HeartbeatSender) -> None:

@@ -14,6 +14,7 @@ from pipeline.worker_client.ports import ShardWork
 from schemas.requests.dialects.registry import DIALECTS, translate_error
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import BODIES, CHAT_URL, Body, ChatBody, GenerationBody, load_body
+from schemas.requests.policy_report import NO_REPORT
 from schemas.requests.sampling_defaults import answer_limit
 from workers.errors import ModelMismatchError
 from workers.model.loaded_model import LoadedModel
@@ -79,7 +80,8 @@ class ShardReader:
                 waiting.append(row)
             else:
                 assert line.error is not None
-                rejected.append(RejectedRow(line.names, line.model, line.error, now, now))
+                report = NO_REPORT if line.guard is None else line.guard.report
+                rejected.append(RejectedRow(line.names, line.model, line.error, now, now, report))
         return PreparedShard(work, tuple(waiting), tuple(rejected))
 
     def _rules(self, work: ShardWork) -> JobRules:
@@ -129,7 +131,7 @@ class ShardReader:
             line.parsed = _parse(line.url, line.body)
             url = CHAT_URL if line.url in DIALECTS else line.url  # policies judge what the model gets
             about = JudgedText(f"{work.job.id}/{line.names[0].row}", work.job.tenant, line.model, url)
-            line.guard = guard = self.policies.guard(about)
+            line.guard = guard = self.policies.guard(about, self.model.answers_to)
             tokenizer = self.model.tokenizer
             if not isinstance(line.parsed, GenerationBody):
                 line.inputs = pooled.inputs_of(line.parsed)

@@ -92,7 +92,10 @@ class ShardWorker:
         self._fetcher = ShardFetcher(source, sink, reader, clock, self._settings.poll_interval_seconds)
         self._writer = ShardWriter(model, sink, clock, self._settings, self._report)
         self._checkpointer = self._writer.checkpointer
-        self._reporter = WorkerReporter(model, clock, self._side_work, observer, self._settings.report_interval_seconds)
+        self._reporter = WorkerReporter(
+            model, clock, self._side_work, observer, self._settings.report_interval_seconds,
+            self._settings.policies.counts,
+        )  # fmt: skip
         timed = self._settings.request_timeout_seconds is not None
         self._lookahead = Lookahead(model.max_num_seqs, self._settings.watermark, timed=timed)
         self._shards: list[OpenShard] = []  # the most urgent ones first
@@ -335,7 +338,7 @@ class ShardWorker:
             too_long = isinstance(error, ContextLengthExceeded)
             code = RowErrorCode.CONTEXT_LENGTH_EXCEEDED if too_long else RowErrorCode.INVALID_REQUEST
             now = self._engine.clock()
-            rejected = RejectedRow(row.names, row.body.model, RowError(code, str(error)), now, now)
+            rejected = RejectedRow(row.names, row.body.model, RowError(code, str(error)), now, now, row.report)
             self._checkpointer.finish(shard, rejected)
             self._reporter.count_rejected(shard.work.tier, [rejected])
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from schemas.jobs.results import ResultRow, RowStatus
 from schemas.requests.bodies import REASONING_NAMES
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import Body, ChatBody, CompletionBody, GenerationBody
+from schemas.requests.policy_report import PolicyReport, add_report
 from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow, RejectedRow, RowName, response_id
 from workers.structured.constraints import shown_tokens
 from workers.structured.grammar import Grammar, too_complex
@@ -90,15 +92,18 @@ class ResponseBuilder:
         results: list[ResultRow] = []
         for row in rows:
             if isinstance(row, RejectedRow):
-                results += _refused(row.names, row.model, row.error, row.started_at, row.finished_at, envelope)
+                refused = _refused(row.names, row.model, row.error, row.started_at, row.finished_at, envelope)
+                results += _with_report(refused, row.report)
             elif (error := failure_of(row.completion, row.withheld, row.prepared.request.mask)) is not None:
-                results += _failed(row, error, envelope)
+                results += _with_report(_failed(row, error, envelope), row.prepared.report)
             elif not isinstance(row.prepared.body, GenerationBody):
-                results += _build_or_fail(row, envelope, partial(self.pooled, row, envelope))
+                pooled = _build_or_fail(row, envelope, partial(self.pooled, row, envelope))
+                results += _with_report(pooled, row.prepared.report)
             else:
                 answered.append(row)
         for row, texts in zip(answered, self._decode_rows(answered), strict=True):
-            results += _build_or_fail(row, envelope, partial(self._answer, row, texts, envelope))
+            built = _build_or_fail(row, envelope, partial(self._answer, row, texts, envelope))
+            results += _with_report(built, row.prepared.report)
         return results
 
     def _decode_rows(self, rows: Sequence[ComputedRow]) -> Sequence[list[str] | None]:
@@ -343,6 +348,23 @@ def _build_or_fail(row: ComputedRow, envelope: Envelope, make: Callable[[], list
     except Exception as error:  # noqa: BLE001 - it concerns one row
         name = f"{envelope.job}/{row.prepared.names[0].row}"
         return _failed(row, unforeseen(error, "a result could not be made", name), envelope)
+
+
+def _with_report(rows: list[ResultRow], report: PolicyReport) -> list[ResultRow]:
+    """The results of a row and of its copies, with the report of the content policies. Copies took no tokens."""
+    if not report:
+        return rows
+    reports = [report, *[replace(report, prompt_tokens=0, completion_tokens=0)] * (len(rows) - 1)]
+    return [
+        replace(
+            row,
+            content_policies=orjson.dumps(each.fields).decode(),
+            response=None
+            if row.response is None
+            else orjson.dumps(add_report(orjson.loads(row.response), each)).decode(),
+        )
+        for row, each in zip(rows, reports, strict=True)
+    ]
 
 
 def _failed(row: ComputedRow, error: RowError, envelope: Envelope) -> list[ResultRow]:

@@ -17,6 +17,7 @@ from pipeline.gateway.inference.chunks import lane_error
 from pipeline.gateway.inference.request_builder import InferenceRequest
 from pipeline.gateway.inference.stream_buffer import ServerEvent
 from schemas.requests.dialects.anthropic.response import message_head, message_id, stop_of, tool_use, usage_of
+from schemas.requests.policy_report import extension_of
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, TokensEvent
 
 _NO_USAGE = {"input_tokens": 0, "output_tokens": 0}
@@ -65,7 +66,7 @@ class AnthropicEvents:
         yield from self._begin()
         yield from self._close()
         delta = stop_of(response["choices"][0])
-        yield _event("message_delta", delta=delta, usage=usage_of(response["usage"]))
+        yield _event("message_delta", delta=delta, usage=usage_of(response["usage"]), **extension_of(response))
         yield _event("message_stop")
 
     def _begin(self) -> Iterator[ServerEvent]:

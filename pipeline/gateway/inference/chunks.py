@@ -4,7 +4,8 @@ a JSON document.
 In chat streams each choice begins with its role, followed by text, tool calls and log-probabilities as they arrive, and
 then its finish reason. With `include_usage` the last chunk holds the usage of all choices. In completion streams the
 log-probabilities come with the end of their choice. With `return_token_ids` each chunk has the ids of its tokens, and
-the first one of the prompt's (of a completion: the first one of each choice), as with vLLM.
+the first one of the prompt's (of a completion: the first one of each choice), as with vLLM. The chunks of the end have
+the verdicts of content policies.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pipeline.gateway.inference.request_builder import InferenceRequest
 from pipeline.gateway.inference.stream_buffer import ServerEvent
 from schemas.requests.bodies import REASONING_NAMES
 from schemas.requests.parsing import CHAT_URL
+from schemas.requests.policy_report import extension_of
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, TokensEvent
 
 DONE: Final = b"[DONE]"
@@ -94,6 +96,7 @@ class Chunks:
             yield self._chunk(event.choice, {"delta": delta}, event.logprobs, token_ids=event.tokens)
 
     def _end(self, response: Mapping[str, Any]) -> Iterator[bytes]:
+        self._head |= extension_of(response)
         for choice in response["choices"]:
             index, reason = choice["index"], choice["finish_reason"]
             self._prompt_ids[index // self._n] = response.get("prompt_token_ids", choice.get("prompt_token_ids"))

@@ -31,6 +31,7 @@ from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.errors import STATUS_CODES, RowError
 from schemas.requests.limits import Limits
 from schemas.requests.parsing import Body, ChatBody, CompletionBody, GenerationBody, dump_body, parse_body
+from schemas.requests.policy_report import extension_of
 from schemas.requests.sampling_defaults import answer_limit, fill_in
 from schemas.requests.scoring import ClassifyBody
 from schemas.requests.tokenizing import (
@@ -127,7 +128,7 @@ class InferenceRequest:
 
     def rewrite(self, response: dict[str, Any]) -> dict[str, Any]:
         """The complete response in the format of the request's url."""
-        return rewrite_response(self.url, self.body, response) | self.added_fields
+        return rewrite_response(self.url, self.body, response) | extension_of(response) | self.added_fields
 
     def translate(self, event: ErrorEvent) -> ErrorEvent:
         """The worker's error, with the names of the request's own parameters."""

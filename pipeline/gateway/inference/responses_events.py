@@ -30,6 +30,7 @@ from schemas.requests.dialects.openai_responses.response import (
     response_object,
     text_part,
 )
+from schemas.requests.policy_report import extension_of
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, TokensEvent
 
 Json = dict[str, Any]
@@ -163,7 +164,7 @@ class ResponsesEvents:
             yield from self._finish(open_item, last if open_item is self._grown else "completed")
         kind = "response.incomplete" if reason in INCOMPLETE else "response.completed"
         whole = response_object(self._name, self._created, self._body, self._output(last), reason, chat["usage"])
-        yield self._event(kind, response=whole)
+        yield self._event(kind, response=whole | extension_of(chat))
 
     def _finish_latest(self, kind: str) -> Iterator[ServerEvent]:
         if (open_item := self._latest.get(kind)) is not None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, RootModel
 
+from pipeline.gateway.openapi.completion_schemas import JudgedResponse
 from schemas.jobs.batch import ResponseModel
 from schemas.stored import Count
 
@@ -55,7 +56,7 @@ class AnthropicUsage(ResponseModel):
     output_tokens_details: ThinkingTokens = ThinkingTokens(thinking_tokens=0)
 
 
-class AnthropicMessage(ResponseModel):
+class AnthropicMessage(JudgedResponse):
     """A complete message; in `message_start`, one without content."""
 
     id: str
@@ -132,7 +133,7 @@ class MessageEnd(ResponseModel):
     stop_sequence: str | None
 
 
-class MessageDelta(ResponseModel):
+class MessageDelta(JudgedResponse):
     """The end of a message, and the usage."""
 
     type: Literal["message_delta"]

@@ -7,10 +7,47 @@ from typing import Literal
 from pydantic import Field
 
 from schemas.jobs.batch import CachedTokens, ResponseModel, UnixTime
+from schemas.requests.policy_report import JudgedSide, PolicyAction
 from schemas.stored import Count
 
 ServiceTier = Literal["priority", "default", "flex"]
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+
+
+class PolicyVerdictOfText(ResponseModel):
+    """A content policy's verdict on a text that doesn't simply pass. `model`: to which a `route` sent the request."""
+
+    policy: str
+    rule: str
+    action: PolicyAction
+    on: JudgedSide
+    model: str | None = None
+
+
+class GuardUsage(ResponseModel):
+    """The tokens of the guard models that judged the texts."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
+
+
+class ContentPolicyReport(ResponseModel):
+    """The verdicts of content policies on the request and its answer."""
+
+    verdicts: list[PolicyVerdictOfText]
+    usage: GuardUsage
+
+
+class ResponseExtension(ResponseModel):
+    """Extensions of a response."""
+
+    content_policies: ContentPolicyReport
+
+
+class JudgedResponse(ResponseModel):
+    """A response that content policies may have judged. `tokenmill`: absent when all texts simply passed."""
+
+    tokenmill: ResponseExtension | None = None
 
 
 class PromptTokensDetails(CachedTokens):
@@ -106,7 +143,7 @@ class ChatChoice(ResponseModel):
     token_ids: list[Count] | None = None
 
 
-class ChatCompletion(ResponseModel):
+class ChatCompletion(JudgedResponse):
     """A complete chat completion."""
 
     id: str
@@ -156,7 +193,7 @@ class ChunkChoice(ResponseModel):
     token_ids: list[Count] | None = None
 
 
-class ChatCompletionChunk(ResponseModel):
+class ChatCompletionChunk(JudgedResponse):
     """A chunk of a chat stream. With `include_usage` the last chunk has the usage and no choices."""
 
     id: str
@@ -191,7 +228,7 @@ class TextChoice(ResponseModel):
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
-class TextCompletion(ResponseModel):
+class TextCompletion(JudgedResponse):
     """A text completion, complete or as a chunk of a stream."""
 
     id: str
@@ -219,7 +256,7 @@ class EmbeddingUsage(ResponseModel):
     tokenmill_cached: Literal[True] = True
 
 
-class Embeddings(ResponseModel):
+class Embeddings(JudgedResponse):
     """The embeddings of all inputs, in their order."""
 
     object: Literal["list"]

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from pipeline.gateway.openapi.completion_schemas import ServiceTier, TokenLogprob
+from pipeline.gateway.openapi.completion_schemas import JudgedResponse, ServiceTier, TokenLogprob
 from schemas.jobs.batch import CachedTokens, ReasoningTokens, ResponseModel, UnixTime
 from schemas.requests.bodies import Effort
 from schemas.requests.dialects.openai_responses.body import FunctionTool
@@ -125,7 +125,7 @@ class ChosenFunction(ResponseModel):
     name: str
 
 
-class ResponseObject(ResponseModel):
+class ResponseObject(JudgedResponse):
     """A response. It isn't stored; `instructions` aren't repeated."""
 
     id: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipeline.gateway.openapi.completion_schemas import EmbeddingUsage
+from pipeline.gateway.openapi.completion_schemas import EmbeddingUsage, JudgedResponse
 from schemas.jobs.batch import ResponseModel, UnixTime
 from schemas.stored import Count
 
@@ -17,7 +17,7 @@ class Score(ResponseModel):
     score: float
 
 
-class Scores(ResponseModel):
+class Scores(JudgedResponse):
     """The scores of all pairs, in their order."""
 
     id: str
@@ -43,7 +43,7 @@ class RankedDocument(ResponseModel):
     relevance_score: float
 
 
-class Ranking(ResponseModel):
+class Ranking(JudgedResponse):
     """The documents, the most relevant first."""
 
     id: str
@@ -72,7 +72,7 @@ class Label(ResponseModel):
     choices: list[ScoredChoice] | None = None
 
 
-class Classification(ResponseModel):
+class Classification(JudgedResponse):
     """The labels of all inputs, in their order."""
 
     id: str

@@ -36,6 +36,7 @@ from schemas.workers.lane import (
     LaneEvent,
     LaneRequest,
     Position,
+    Route,
     TokensEvent,
     position_of,
 )
@@ -635,6 +636,24 @@ class LaneContract:
         assert [begun.accept(event) for event in read_events(lane, "r1", begun.position)] == [end("r1", 0, attempt=2)]
 
     # -- bounds
+
+    def test_what_is_handed_back_for_another_model_waits_and_is_answered_there(self, lane: OpenLane) -> None:
+        other = "fedcba9876543210"
+        first, second = lane.worker("w1"), lane.worker("w2")
+        lane.send(request())
+        first.take([LaneQueue(MODEL)], 1, 2.0)
+        stream = LaneStream(request())
+        first.emit([HandBackEvent("r1", 1, 0, route=Route(other, "big"))])
+        accept_all(stream, read_events(lane, "r1"))
+        again = stream.again(route=Route(other, "big"))
+        lane.send(again)
+        assert lane.waiting([MODEL, other]) == {MODEL: 0, other: 1}
+        assert first.take([LaneQueue(MODEL)], 1, 0) == []
+        assert first.hold(["r1"]) == {"r1"}, "it is no longer this worker's"
+        assert second.take([LaneQueue(other)], 1, 2.0) == [again]
+        second.emit([end("r1", 0, attempt=2)])
+        assert lane.waiting([MODEL, other]) == {MODEL: 0, other: 0}
+        assert [event.kind for event in read_events(lane, "r1", stream.position)] == ["end"]
 
     def test_more_than_may_wait_are_refused(self, make_lane: MakeLane) -> None:
         lane = make_lane(LaneSettings(worker_timeout_seconds=LIFETIME, max_waiting=3))

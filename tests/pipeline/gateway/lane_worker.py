@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.lane.ports import LaneQueue, OpenLane
 from schemas.requests.parsing import CLASSIFY_URL, EMBEDDINGS_URL, RERANK_URL, SCORE_URL
+from schemas.requests.policy_report import NO_REPORT, PolicyReport, add_report
 from schemas.requests.tokenizing import COUNT_TOKENS_URL, DETOKENIZE_URL, TOKENIZE_URL
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
 from tests.pipeline.made_jobs import PIN
@@ -34,7 +35,7 @@ class LaneWorker:
         pause: seconds between two tokens of a request.
         requests: all that were received, by id.  unwanted: when each request was dropped that is no longer wanted.
         hold: take nothing while it is set.
-        policies: the fingerprint of the content policies that it reports.
+        policies: the fingerprint of the content policies that it reports.  report: their verdicts.
     """
 
     lane: OpenLane
@@ -44,6 +45,7 @@ class LaneWorker:
     unwanted: dict[str, float] = field(default_factory=dict)
     hold: threading.Event = field(default_factory=threading.Event)
     policies: str | None = None
+    report: PolicyReport = NO_REPORT
     polls: int = 0
 
     def stop_taking(self) -> None:
@@ -79,7 +81,8 @@ class LaneWorker:
         """Emit the next token of each choice, and the end after the last one."""
         request, body = one.request, one.request.body
         if request.url in NUMBERS:
-            return [EndEvent(request.id, request.attempt, self._next(one), NUMBERS[request.url](body))]
+            numbers = add_report(NUMBERS[request.url](body), self.report)
+            return [EndEvent(request.id, request.attempt, self._next(one), numbers)]
         chat = "messages" in body
         prompt = body["messages"][-1].get("content") if chat else body.get("prompt", "")
         if prompt == "refuse" or (prompt == "break" and one.said == 2):
@@ -101,7 +104,7 @@ class LaneWorker:
                 )  # fmt: skip
             one.said += 1
         if one.said == most:
-            response = self._response(body, chat, most, choices)
+            response = add_report(self._response(body, chat, most, choices), self.report)
             events.append(EndEvent(request.id, request.attempt, self._next(one), response, self.policies))
         return events
 

@@ -14,6 +14,7 @@ from pipeline.lane.memory import MemoryLane
 from pipeline.lane.ports import LANE_OVERRUN, LaneQueue, LaneSettings, LaneStream
 from pipeline.runtime.availability import ServiceUnavailable
 from schemas.jobs.job import Tier
+from schemas.requests.policy_report import ContentVerdict, PolicyReport
 from schemas.workers.lane import (
     EndEvent,
     ErrorEvent,
@@ -21,6 +22,7 @@ from schemas.workers.lane import (
     LaneEvent,
     LaneRequest,
     Position,
+    Route,
     TokensEvent,
     addressed_to,
     event_json,
@@ -30,6 +32,7 @@ from schemas.workers.lane import (
 )
 from tests.pipeline.simulation import START, SimulatedClock
 
+REPORT = PolicyReport((ContentVerdict("rules", "r", "route", "prompt", "big"),), 3, 1)
 REQUEST = LaneRequest("r1", "m", {"messages": [{"role": "user", "content": "é\u2028\x00"}], "seed": 2**63})
 
 
@@ -242,6 +245,12 @@ def test_requests_and_events_survive_the_wire() -> None:
         EndEvent("r1", 1, 1, {"x": 1.5}),
         ErrorEvent("r1", 1, 1, "c", "m", 503, "max_tokens", ("max_tokens",)),
         HandBackEvent("r1", 1, 1),
+        HandBackEvent(
+            "r1",
+            1,
+            1,
+            route=Route("k", "big", REPORT),
+        ),
     ):
         assert read_event(event_json(event)) == event
 

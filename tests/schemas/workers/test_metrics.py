@@ -30,7 +30,7 @@ ORDERS_WITHIN = {
 }
 """Parts of a report that are read as strictly as a job: the weights, and sums that must hold."""
 
-OPEN = {"metadata", "engine", "versions", "accounted", "worked", "tiers", "speeds", "pools"}
+OPEN = {"metadata", "engine", "versions", "accounted", "worked", "tiers", "speeds", "pools", "policies", "texts"}
 """Whose keys are data."""
 
 

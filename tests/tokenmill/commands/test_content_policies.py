@@ -86,6 +86,21 @@ def test_given_rules_when_run_then_the_table_has_the_refused_rows_and_all_others
 
 
 @pytest.mark.exhaustive
+def test_given_a_policy_to_try_when_run_by_replicas_then_all_rows_pass_and_the_table_has_the_verdicts(
+    tokenmill: Cli, folder: Path, run: tuple[object, ...], rules: str, results: Results
+) -> None:
+    ended = tokenmill(*run, "-o", folder / "out", "--replicas", 2, "--content-policy", f"flag={rules}")
+    assert ended.code == 0, ended.err
+    rows = by_name(results(folder / "out"))
+    assert {row["status"] for row in rows.values()} == {"succeeded"}
+    found = {name: json.loads(row["content_policies"] or "{}").get("verdicts", []) for name, row in rows.items()}
+    assert {name: [verdict["on"] for verdict in verdicts] for name, verdicts in found.items()} == {
+        "good": [], "prompt": ["prompt"], "answer": ["answer"], "copy": ["answer"], "fine": [],
+    }  # fmt: skip
+    assert found["prompt"] == [{"policy": "rules", "rule": "birds", "action": "flag", "on": "prompt"}]
+
+
+@pytest.mark.exhaustive
 def test_given_a_job_when_its_command_comes_with_other_policies_then_it_is_another_order(
     tokenmill: Cli, folder: Path, run: tuple[object, ...], rules: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +162,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "        self.fingerprint = f'1 {self.mark}'\n\n"
         "    def before(self, prompt: Prompt) -> PolicyVerdict:\n"
         "        shouts = any(self.mark in text for text in prompt.texts)\n"
-        "        return PolicyVerdict(False, 'shouts') if shouts else ALLOWED\n\n"
+        "        return PolicyVerdict('refuse', 'shouts') if shouts else ALLOWED\n\n"
         "    def after(self, answer: Answer) -> PolicyVerdict:\n"
         "        if 'Falcon' in answer.text:\n"
         "            raise RuntimeError(answer.text)\n"

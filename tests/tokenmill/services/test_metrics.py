@@ -41,6 +41,10 @@ SELDOM = {
     "tokenmill_kv_fetch_seconds_total",
     "tokenmill_kv_transfer_bytes_total",
     "tokenmill_kv_transfers_failed_total",
+    # Without --content-policy:
+    "tokenmill_judged_texts_total",
+    "tokenmill_content_policy_failures_total",
+    "tokenmill_guard_tokens_total",
 }  # fmt: skip
 """Reported only while there are samples (open jobs, drafts that could be compared, mixtures, a folder of blocks,
 GPUs), or never by a process that can't have candidates alongside it."""

@@ -22,7 +22,6 @@ from workers.policies.loader import PolicyError, load_policies
 from workers.policies.policy import (
     ALLOWED,
     Answer,
-    GrowingAnswer,
     JudgedText,
     Policies,
     PolicyGuard,
@@ -30,7 +29,7 @@ from workers.policies.policy import (
     Prompt,
 )
 from workers.policies.rules import Rules, RulesError, load
-from workers.policies.stream_filter import PolicyStreamFilter
+from workers.policies.stream_filter import GrowingAnswer, PolicyStreamFilter
 from workers.text.detokenizer import IncrementalDetokenizer
 from workers.text.logprobs import TokenTexts
 from workers.text.tokenizer import Tokenizer
@@ -214,7 +213,7 @@ def test_keywords_of_prompts_and_of_answers(rules: Callable[[str], Rules]) -> No
         return policy.before(Prompt(ABOUT, texts)).rule
 
     def emitted(text: str) -> bool:
-        return policy.after(Answer(ABOUT, text)).allowed
+        return policy.after(Answer(ABOUT, text)).action is None
 
     assert rule_of_prompt("fine", "the BLUE heron") == rule_of_prompt("A.B") == "prompt-rule"
     assert rule_of_prompt("blue  heron, axb, class") == "" == rule_of_prompt("half a pair \ud800")
@@ -311,7 +310,7 @@ def test_a_refusal_names_policy_rule_and_row_and_quotes_nothing(rules: Callable[
         (
             "[[rule]]\nname = 'a'\nkeywords = ['x']\nwindow = 9\n",
             "rule 1",
-            "which is for regexes that apply to answers",
+            "which is for regexes that refuse answers",
         ),
         (
             "[[rule]]\nname = 'a'\nkeywords = ['naïf', 'été']\nwhole_words = true\n",
@@ -321,7 +320,11 @@ def test_a_refusal_names_policy_rule_and_row_and_quotes_nothing(rules: Callable[
         ("[[rule]]\nname = 'a'\nregexes = ['x']\nignore_case = true\n", "rule 1", "write (?i) or \\b in the regexes"),
         ("[[rule]]\nname = 'a'\nkeyword = ['x']\n", "rule 1 keyword", "is not known; a rule has name, apply,"),
         ("[[rule]]\nname = 'a'\nkeywords = ['x']\napply = 'both sides'\n", "rule 1 apply", "'prompt', 'answer' or"),
-        ("[[rule]]\nname = 'a'\nkeywords = ['x']\naction = 'log'\n", "rule 1 action", "should be 'refuse'"),
+        (
+            "[[rule]]\nname = 'a'\nkeywords = ['x']\naction = 'log'\n",
+            "rule 1 action",
+            "should be 'refuse', 'route' or 'flag'",
+        ),
         ("[[rule]]\nkeywords = ['x']\n", "rule 1 name", "is missing; add it"),
         (
             "[[rule]]\nname='a'\nkeywords=['x']\n[[rule]]\nname='a'\nkeywords=['y']",

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.client import CallSettings, answer
 from pipeline.lane.memory import MemoryLane
+from pipeline.ports import PipelineError
 from pipeline.worker_client.ports import BY_URGENCY
 from schemas.jobs.job import Tier
 from schemas.jobs.results import RowStatus
@@ -26,6 +28,7 @@ from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, T
 from tests.waiting import HANG_SECONDS
 from tests.workers.structured import tool_templates
 from workers.lane.requests import LaneRules
+from workers.lane.routes import FindModel, no_models
 from workers.lane.server import LaneServer, LaneServing
 from workers.model.loaded_model import LoadedModel
 from workers.policies.policy import ALLOWED, NO_POLICIES, Answer, Policies, PolicyVerdict, Prompt
@@ -251,6 +254,40 @@ def test_texts_to_embed_are_judged(embedding_model: Path, birds: Policies, kit: 
     assert codes == [None, refused, refused]
 
 
+def test_a_verdict_is_in_the_row_and_in_its_response(model: LoadedModel, tmp_path: Path, kit: Any) -> None:
+    bodies = [kit.chat(f"an odd {WORD}"), 0, kit.chat("dosage"), kit.chat("fine"), forced_chat(kit, f"a {WORD}")]
+    sink = rows_of(kit, model, bodies, acting_rules(tmp_path))
+    flagged = {"policy": "rules", "rule": "birds", "action": "flag", "on": "prompt"}
+    for row, prompt_tokens in ((sink.rows[0], None), (sink.rows[1], 0)):
+        report = json.loads(row.content_policies)
+        assert report["verdicts"] == [flagged]
+        assert (row.status, json.loads(row.response)["tokenmill"]) == (
+            RowStatus.SUCCEEDED,
+            {"content_policies": report},
+        )
+        assert prompt_tokens in (None, report["usage"]["prompt_tokens"])
+    routed = sink.rows[2]
+    assert (routed.status_code, routed.error_code) == (400, RowErrorCode.CONTENT_FILTER)
+    assert "'medical' routes the prompt to model 'big', and rows of a job stay with their model" in routed.error_message
+    (verdict,) = json.loads(routed.content_policies)["verdicts"]
+    assert (verdict["action"], verdict["model"]) == ("route", "big")
+    assert sink.rows[3].content_policies is None
+    assert "tokenmill" not in json.loads(sink.rows[3].response)
+    assert json.loads(sink.rows[4].content_policies)["verdicts"] == [{**flagged, "on": "answer"}]
+    assert message_of(sink.rows[4]).content == f"a {WORD}"
+
+
+def acting_rules(folder: Path) -> Policies:
+    """Rules that flag the word, and send prompts to another model."""
+    path = folder / "acting.toml"
+    path.write_text(
+        f"[[rule]]\nname = 'birds'\naction = 'flag'\nkeywords = ['{WORD}']\n"
+        "[[rule]]\nname = 'medical'\naction = 'route'\nmodel = 'big'\nkeywords = ['dosage']\n",
+        encoding="utf-8",
+    )
+    return Policies((("rules", Rules(path)),))
+
+
 class EndlessSource:
     """A source without shards that never finishes."""
 
@@ -265,11 +302,18 @@ SendRequest = Callable[..., list[LaneEvent]]
 
 
 @contextmanager
-def serving_worker(kit: Any, model: LoadedModel, policies: Policies) -> Iterator[SendRequest]:
-    """A worker on a lane of its own: gives the events of a body's answer."""
-    lane, stop = MemoryLane(CLOCK), threading.Event()
+def serving_worker(
+    kit: Any,
+    model: LoadedModel,
+    policies: Policies,
+    lane: MemoryLane | None = None,
+    find_model: FindModel = no_models,
+) -> Iterator[SendRequest]:
+    """A worker on a lane, by default of its own: gives the events of a body's answer."""
+    lane, stop = lane or MemoryLane(CLOCK), threading.Event()
     serving = LaneServing(emit_interval_seconds=0.0, emit_interval_seconds_each=0.0)
-    server = LaneServer(model, lane.worker("w"), CLOCK, LaneRules(policies=policies), serving)
+    rules = LaneRules(policies=policies)
+    server = LaneServer(model, lane.worker(model.name), CLOCK, rules, serving, find_model=find_model)
 
     def run() -> None:
         with server.running(stop) as side_work:
@@ -431,3 +475,37 @@ def test_a_refused_request_and_one_that_can_t_be_judged_end_with_errors(
                 assert WORD not in text_of(emitted)
                 assert not (emitted and policy.window is None), "emitted before it could be judged"
             assert text_of(send(forced_chat(kit, FINE))) == FINE
+
+
+@pytest.mark.parametrize("policies_of_big", ["the same", pytest.param("none", marks=pytest.mark.exhaustive)])
+def test_a_routed_request_is_answered_by_the_other_model_with_the_verdict(
+    model: LoadedModel, tmp_path: Path, kit: Any, policies_of_big: str
+) -> None:
+    rules, lane = acting_rules(tmp_path), MemoryLane(CLOCK)
+    big = LoadedModel.load(Path(model.source), name="big", config=replace(CONFIG, kv_dtype="int8"))
+    keys = {"big": big.pin().key, "tiny": model.pin().key}
+    assert len(set(keys.values())) == 2
+    own = rules if policies_of_big == "the same" else NO_POLICIES
+    with (
+        serving_worker(kit, model, rules, lane, keys.get) as send,
+        serving_worker(kit, big, own, lane, keys.get),
+    ):
+        end = end_of(send(kit.chat("which dosage?", max_tokens=4)))
+        direct = end_of(send(kit.chat("how are you?", max_tokens=4)))
+    assert end.response["model"] == "big"
+    (verdict,) = end.response["tokenmill"]["content_policies"]["verdicts"]
+    assert verdict == {"policy": "rules", "rule": "medical", "action": "route", "on": "prompt", "model": "big"}
+    assert direct.response["model"] == "tiny"
+    assert "tokenmill" not in direct.response
+
+
+def test_a_request_that_can_t_be_routed_ends_with_an_error(model: LoadedModel, tmp_path: Path, kit: Any) -> None:
+    def broken(name: str) -> str:
+        raise PipelineError("the store is away")
+
+    for find_model, what in ((no_models, "'big', which is not served here"), (broken, "the catalog can't be read")):
+        with serving_worker(kit, model, acting_rules(tmp_path), find_model=find_model) as send:
+            (last,) = send(kit.chat("which dosage?"))
+        assert isinstance(last, ErrorEvent)
+        assert (last.code, last.status) == ("engine_error", 500)
+        assert what in last.message
