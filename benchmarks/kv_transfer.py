@@ -40,7 +40,7 @@ def names(count: int) -> list[BlockKey]:
 def serve(line: Connection, count: int, size: int) -> None:
     """Offer the same blocks for each request on the line, until it says no more."""
     data = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
-    blocks = [ExportedBlock(key, size, lambda: data) for key in names(count)]
+    blocks = [ExportedBlock(key, index, size, lambda: data) for index, key in enumerate(names(count))]
     options = KVTransferOptions(max_bytes=2 * count * size, timeout_seconds=60.0)
     with BlockServer(IDENTITY, SystemClock(), options).running() as server:
         while line.recv():

@@ -28,17 +28,19 @@ class ExportedBlock:
     """A block that was copied, or is being copied.
 
     Attributes:
-        num_bytes: of `content`.
+        index: of the block in the prompt.  num_bytes: of `content`.
         content: waits for its bytes, uint8 [bytes]; any thread may call it.
     """
 
     key: BlockKey
+    index: int
     num_bytes: int
     content: Callable[[], Bytes]
 
 
 class BlockExchange:
-    """The exchange of one engine. `names` may be called on any thread; the rest where the engine is stepped.
+    """The exchange of one engine. `names` and `num_cached` may be called on any thread; the rest where the engine is
+    stepped.
 
     Attributes:
         identity: 32 bytes; blocks of an engine with another identity can't be used.
@@ -63,7 +65,7 @@ class BlockExchange:
         """Return the names of all whole blocks of the request's prompt, of each cache group, its beginning first. The
         last token is left out: it is always computed."""
         tokens, size = request.prompt_token_ids, self.block_tokens
-        chain = HashChain.of_prompt(request.salt, len(tokens), self._rope_original_max, chain_digest)
+        chain = self._chain(request)
         # With a token that was sampled already, the whole prompt may be cached.
         end = len(tokens) if any(len(choice.token_ids) for choice in request.partial) else len(tokens) - 1
         found = []
@@ -73,11 +75,21 @@ class BlockExchange:
             found += [BlockKey(group, digest, token_bytes) for group in range(len(self.block_bytes))]
         return found
 
+    def num_cached(self, request: Request) -> int:
+        """Return how many leading blocks of the request's prompt the prefix cache holds, in each cache group those that
+        a hit needs. Those that are evicted before the request is added are computed."""
+        return self._scheduler.num_cached(self._chain(request), request.prompt_token_ids)
+
+    def _chain(self, request: Request) -> HashChain:
+        return HashChain.of_prompt(request.salt, len(request.prompt_token_ids), self._rope_original_max, chain_digest)
+
     def export_blocks(self, request_id: str) -> list[ExportedBlock]:
         """Copy the blocks of a running request that another engine needs to go on with it, the beginning of its prefix
         first. Empty: it is not running, or its first block is not whole."""
-        found = self._tier.read(self._scheduler.blocks_to_export(request_id))
-        return [ExportedBlock(key, self.block_bytes[key.group], content) for key, content in found]
+        blocks = self._scheduler.blocks_to_export(request_id)
+        index_of = {key: index for key, _, index in blocks}
+        found = self._tier.read([(key, block) for key, block, _ in blocks])
+        return [ExportedBlock(key, index_of[key], self.block_bytes[key.group], content) for key, content in found]
 
     def import_blocks(self, blocks: Iterable[tuple[BlockKey, Bytes]]) -> None:
         """Insert blocks into the prefix cache: uint8 [bytes of a block of the group], by a name of `names`, the

@@ -131,6 +131,11 @@ class CacheTables:
             nodes.append(parent)
         return nodes[: self._agreed(nodes, start)] if self._windows else nodes
 
+    def num_cached(self, chain: HashChain, tokens: NDArray[np.int32]) -> int:
+        """Return how many leading blocks of a new sequence the pools would hit now. Any thread may call it: it only
+        looks nodes up, and a prefix that is evicted meanwhile makes the number wrong, and nothing else."""
+        return len(self.match(chain, tokens))
+
     def _end_of_hits(self, chain: HashChain, row: int | None) -> tuple[int, PrefixNode | None]:
         """Return the index of the next block that could be hit, and the node of the prefix before it, if it has one."""
         if row is None:
@@ -242,19 +247,19 @@ class CacheTables:
             if tip is not None and depth != _UNPUBLISHED:
                 tiering.queue(tip, depth, shared)
 
-    def blocks_to_export(self, row: int, positions: int) -> list[tuple[BlockKey, int]]:
-        """Return the names and blocks that a hit of the row's first `positions` needs, the beginning first, as far as
-        they are published."""
+    def blocks_to_export(self, row: int, positions: int) -> list[tuple[BlockKey, int, int]]:
+        """Return the names and blocks that a hit of the row's first `positions` needs, each with its index in the
+        prefix, the beginning first, as far as they are published."""
         node, depth = self._tips[row], int(self.published[row])
         if node is None or depth == _UNPUBLISHED:
             return []
         end = min(depth, positions // self.block_size)
-        found: list[tuple[BlockKey, int]] = []
+        found: list[tuple[BlockKey, int, int]] = []
         while node.parent is not None:
             depth -= 1
             for group, (block, reach) in enumerate(zip(node.blocks, self._reaches, strict=True)):
                 if block != NO_BLOCK and depth < end and (reach is None or depth >= end - reach):
-                    found.append((BlockKey(group, node.digest, node.token_bytes), block))
+                    found.append((BlockKey(group, node.digest, node.token_bytes), block, depth))
             node = node.parent
         return found[::-1]
 

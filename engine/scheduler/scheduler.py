@@ -51,7 +51,7 @@ from engine.cache.block_demand import BlockDemand
 from engine.cache.block_tier import BlockKey, BlockTier
 from engine.cache.host_tier import HostTier
 from engine.cache.imported_blocks import ImportedBlocks
-from engine.cache.prefix import Digest, chain_digest
+from engine.cache.prefix import Digest, HashChain, chain_digest
 from engine.cache.tables import CacheTables
 from engine.config import ScheduleConfig
 from engine.errors import ContextLengthExceeded, EngineError, RequestRefused
@@ -234,10 +234,15 @@ class Scheduler:
         that one step may load."""
         self._cache.use_tiers(host, imported, disk, max_loads)
 
-    def blocks_to_export(self, request_id: str) -> list[tuple[BlockKey, int]]:
-        """Return the names and blocks of a running request's prompt, the beginning first, as far as it led to finite
-        values. They must be read before the next step is submitted. Empty: no choice of it is running, or none of its
-        blocks is published."""
+    def num_cached(self, chain: HashChain, tokens: NDArray[np.int32]) -> int:
+        """Return how many leading blocks of a new sequence are in the prefix cache, second tiers aside. Any thread may
+        call it; they may be evicted at once."""
+        return self._cache.num_cached(chain, tokens)
+
+    def blocks_to_export(self, request_id: str) -> list[tuple[BlockKey, int, int]]:
+        """Return the names and blocks of a running request's prompt, each with its index in the prompt, the beginning
+        first, as far as it led to finite values. They must be read before the next step is submitted. Empty: no choice
+        of it is running, or none of its blocks is published."""
         for sequence in self._requests.get(request_id, ()):
             if sequence.state is SequenceState.RUNNING:
                 confirmed = int(self._batch.confirmed[sequence.row])

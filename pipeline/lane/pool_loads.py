@@ -90,7 +90,8 @@ def pool_loads(workers: Iterable[WorkerMetrics]) -> PoolLoads | None:
     if not prefill or not tokens_per_second or not step_seconds or not answered:
         return None
     mean_prompt = sum(used.prompt for used in usage) / answered
-    received = sum(side.received_bytes for _, side in decode)
+    # A prompt's blocks are there as soon if they were held: predictions count all of them.
+    received = sum(side.received_bytes + side.held_bytes for _, side in decode)
     seconds = sum(side.fetch_seconds for _, side in decode)
     answer_tokens = max(1.0, sum(used.completion for used in usage) / answered)
     return PoolLoads(

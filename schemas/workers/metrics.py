@@ -149,11 +149,12 @@ class HandoverMetrics(StoredReport):
     Attributes:
         role: the worker's.  block_tokens, token_bytes: tokens of a KV block, and bytes of a token's keys and values.
         step_tokens: most tokens of a step.
-        offered_requests, fetched_requests: handed over by this worker, and to it with blocks.
+        offered_requests, fetched_requests: handed over by this worker, and to it with blocks, sent or held.
         stayed_requests: that this worker completed itself, because that is faster, or no decode worker lives.
         refused_requests: that it completed itself, because there was no memory for their blocks.
         sent_bytes, received_bytes: of whole transfers, and of verified blocks.
         expired_offers: that no worker fetched in time.  broken_transfers: that ended early at this worker.
+        held_bytes: of blocks that were not sent to this worker, because its prefix cache held them.
         fetch_seconds: sum over all fetches.
     """
 
@@ -167,6 +168,7 @@ class HandoverMetrics(StoredReport):
     refused_requests: Count = 0
     sent_bytes: Count = 0
     received_bytes: Count = 0
+    held_bytes: Count = 0
     expired_offers: Count = 0
     broken_transfers: Count = 0
     fetch_seconds: Amount = 0.0

@@ -53,7 +53,10 @@ def computed_prompt(engine: Engine, work: Request) -> tuple[Request, list[tuple[
     engine.add(work)
     while not (partial := engine.partial(work)):
         engine.step()
-    blocks = [(block.key, block.content().copy()) for block in exchange(engine).export_blocks(work.request_id)]
+    exported = exchange(engine).export_blocks(work.request_id)
+    groups, names = len(exchange(engine).block_bytes), exchange(engine).names(replace(work, partial=partial))
+    assert all(names[block.index * groups + block.key.group] == block.key for block in exported)
+    blocks = [(block.key, block.content().copy()) for block in exported]
     assert engine.cancel(work.request_id)
     engine.step()
     engine.scheduler.check_integrity()
@@ -84,6 +87,51 @@ def test_another_engine_continues_with_the_same_tokens(family: str, tiny_model: 
     assert stats.imported is not None
     assert stats.imported.hits == len(blocks) > 0
     assert stats.prompt == PROMPT % BLOCK, "whole blocks are not computed again"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-next"])
+def test_blocks_that_the_engine_holds_need_no_import(family: str, tiny_model: TinyModel) -> None:
+    path = tiny_model(family)
+    work = request()
+    expected = answer(load(path, None), work)
+    prefill, decode = load(path), load(path)
+    handed_over, exported = computed_prompt(prefill, work)
+    assert exchange(decode).num_cached(handed_over) == 0
+
+    answer(decode, replace(work, request_id="0", prompt_token_ids=work.prompt_token_ids[: 3 * BLOCK + 1]))
+    num_held = exchange(decode).num_cached(handed_over)
+    assert num_held == 3
+    before = decode.stats().prompt
+    exchange(decode).import_blocks(missing(decode, handed_over, exported, num_held))
+    assert answer(decode, handed_over) == expected
+    assert decode.stats().prompt - before == PROMPT % BLOCK
+    decode.scheduler.check_integrity()
+    assert exchange(decode).num_cached(handed_over) == PROMPT // BLOCK
+    assert exchange(decode).num_cached(replace(handed_over, salt=b"another")) == 0
+
+
+def test_held_blocks_that_are_evicted_are_computed(tiny_model: TinyModel) -> None:
+    path = tiny_model("llama")
+    work = request()
+    expected = answer(load(path, None), work)
+    prefill, decode = load(path), load(path)
+    handed_over, exported = computed_prompt(prefill, work)
+    answer(decode, replace(work, request_id="0", prompt_token_ids=work.prompt_token_ids[: 3 * BLOCK + 1]))
+    num_held = exchange(decode).num_cached(handed_over)
+    for number in range(2, 8):  # they need all blocks of the pool
+        answer(decode, request(number))
+    assert exchange(decode).num_cached(handed_over) < num_held
+    exchange(decode).import_blocks(missing(decode, handed_over, exported, num_held))
+    assert answer(decode, handed_over) == expected
+    decode.scheduler.check_integrity()
+
+
+def missing(
+    engine: Engine, work: Request, exported: Sequence[tuple[BlockKey, Bytes]], num_held: int
+) -> list[tuple[BlockKey, Bytes]]:
+    """The exported blocks without those that are held."""
+    names = exchange(engine).names(work)[num_held * len(exchange(engine).block_bytes) :]
+    return [(key, data) for key, data in exported if key in names]
 
 
 def test_lost_blocks_are_computed(tiny_model: TinyModel) -> None:

@@ -32,12 +32,14 @@ _Receive = Callable[[socket.socket, bytes, Expected, Deadline], Iterator[tuple[B
 
 @dataclass(frozen=True, slots=True)
 class FetchedBlocks:
-    """Counts of a client. `failed`: transfers that broke off.  seconds: of the others."""
+    """Counts of a client. `failed`: transfers that broke off.  seconds, held_bytes: of the others, and of the blocks
+    that they left out."""
 
     blocks: int = 0
     num_bytes: int = 0
     failed: int = 0
     seconds: float = 0.0
+    held_bytes: int = 0
 
 
 class BlockClient:
@@ -96,6 +98,7 @@ class BlockClient:
                 num_bytes=before.num_bytes + sum(len(data) for _, data in found),
                 failed=before.failed + failed,
                 seconds=before.seconds + (0.0 if failed else time.monotonic() - began),
+                held_bytes=before.held_bytes + (0 if failed else expected.num_held * sum(expected.block_bytes)),
             )
         return found
 

@@ -193,7 +193,7 @@ class BlockServer:
             room.release()
 
     def _send(self, connection: socket.socket, send: _Send) -> None:
-        ticket, identity = read_hello(connection, Deadline(_HELLO_SECONDS))
+        ticket, identity, num_held = read_hello(connection, Deadline(_HELLO_SECONDS))
         deadline = Deadline(self._settings.timeout_seconds)
         with self._lock:
             self._expire()
@@ -205,15 +205,16 @@ class BlockServer:
         elif identity != self._identity:
             send_answer(connection, TransferStatus.OTHER_IDENTITY, 0, deadline)
         else:
+            blocks = [block for block in offer.blocks if block.index >= num_held]
             try:
-                send_answer(connection, TransferStatus.FOUND, len(offer.blocks), deadline)
-                send(connection, offer.blocks, deadline)
+                send_answer(connection, TransferStatus.FOUND, len(blocks), deadline)
+                send(connection, blocks, deadline)
             finally:
                 with self._lock:
                     self._held_bytes -= offer.num_bytes
             with self._lock:
-                self.served.blocks += len(offer.blocks)
-                self.served.num_bytes += offer.num_bytes
+                self.served.blocks += len(blocks)
+                self.served.num_bytes += sum(block.num_bytes for block in blocks)
 
     def _count_failure(self) -> None:
         with self._lock:

@@ -1,12 +1,13 @@
 """The messages of a transfer of KV blocks.
 
-    client  MAGIC ticket identity
+    client  MAGIC, ticket, identity, number of leading blocks that it holds
     server  status, number of blocks
             group, digest, checksum, bytes    once for each block, the beginning of the prefix first
 
-A ticket is a secret that the server made for these blocks alone. The checksum (CRC-32) is of a block's name, tokens
-and bytes, so a damaged or renamed one is found out. Sizes are not sent: both sides know them by their identity, which
-has to be the same (`engine.block_exchange`). So the client allocates only what it expects.
+Blocks that the client holds, of any group, are not sent. A ticket is a secret that the server made for these blocks
+alone. The checksum (CRC-32) is of a block's name, tokens and bytes, so a damaged or renamed one is found out. Sizes are
+not sent: both sides know them by their identity, which has to be the same (`engine.block_exchange`). So the client
+allocates only what it expects.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from engine.block_exchange import ExportedBlock
 from engine.cache.block_tier import BlockKey, Bytes
 
-MAGIC: Final = b"tmkv\x01"
+MAGIC: Final = b"tmkv\x02"
 TICKET_BYTES: Final = 32
 IDENTITY_BYTES: Final = 32
 _DIGEST_BYTES: Final = 16
-_HELLO: Final = struct.Struct(f"!{len(MAGIC)}s{TICKET_BYTES}s{IDENTITY_BYTES}s")
+_HELLO: Final = struct.Struct(f"!{TICKET_BYTES}s{IDENTITY_BYTES}sI")
+"""What follows MAGIC."""
 _ANSWER: Final = struct.Struct("!BI")
 BLOCK: Final = struct.Struct(f"!H{_DIGEST_BYTES}sI")
 """What precedes a block's bytes: group, digest, checksum."""
@@ -52,12 +54,23 @@ class Expected:
     """The blocks that a client can use.
 
     Attributes:
-        names: of `BlockExchange.names`.  block_bytes: per cache group.  identity: of the client's engine.
+        names: of `BlockExchange.names`, behind the held blocks.  block_bytes: per cache group.
+        identity: of the client's engine.
+        num_held: leading blocks of the prompt that the client has in all groups, and the server leaves out.
     """
 
     names: Sequence[BlockKey]
     block_bytes: Sequence[int]
     identity: bytes
+    num_held: int = 0
+
+
+class Hello(NamedTuple):
+    """What a client asks for. `num_held`: leading blocks that it has, as it says."""
+
+    ticket: bytes
+    identity: bytes
+    num_held: int
 
 
 class Deadline:
@@ -84,7 +97,7 @@ class Deadline:
 def ask(connection: socket.socket, ticket: bytes, expected: Expected, deadline: Deadline) -> int:
     """Send a ticket; returns the number of blocks that the server sends. Raises `TransferError`, and OSError."""
     deadline.apply(connection)
-    connection.sendall(_HELLO.pack(MAGIC, ticket, expected.identity))
+    connection.sendall(MAGIC + _HELLO.pack(ticket, expected.identity, expected.num_held))
     status, count = _ANSWER.unpack(receive(connection, _ANSWER.size, deadline))
     if status == TransferStatus.UNKNOWN_TICKET:
         raise TransferError("the worker that computed the prompt doesn't have its blocks any more")
@@ -118,14 +131,14 @@ class Wanted:
     def check_count(self, count: int) -> int:
         """Return a number of blocks that can be these. Raises `TransferError` for a larger one."""
         if count > len(self._names):
-            raise TransferError(f"{count} blocks were sent, but the prompt has {len(self._names)}")
+            raise TransferError(f"{count} blocks were sent, but {len(self._names)} of the prompt are missing")
         return count
 
     def take(self, group: int, digest: bytes) -> BlockKey:
         """Return the name of the next block. Raises `TransferError` if it is none of them, or was sent before."""
         key = self._names.pop((group, digest), None)
         if key is None:
-            raise TransferError("a block was sent that isn't one of the prompt's")
+            raise TransferError("a block was sent that isn't one of the prompt's missing ones")
         return key
 
 
@@ -138,12 +151,12 @@ def check_block(key: BlockKey, data: bytes | bytearray | memoryview, checksum: i
 # -- server
 
 
-def read_hello(connection: socket.socket, deadline: Deadline) -> tuple[bytes, bytes]:
-    """Receive the ticket and the identity. Raises `TransferError`, and OSError."""
-    magic, ticket, identity = _HELLO.unpack(receive(connection, _HELLO.size, deadline))
-    if magic != MAGIC:
+def read_hello(connection: socket.socket, deadline: Deadline) -> Hello:
+    """Receive what a client asks for. Raises `TransferError`, and OSError."""
+    # Alone first: other versions' messages have other sizes, and their peers should not wait for the rest of this one.
+    if receive(connection, len(MAGIC), deadline) != MAGIC:
         raise TransferError("the peer speaks another protocol, or another version of it")
-    return ticket, identity
+    return Hello(*_HELLO.unpack(receive(connection, _HELLO.size, deadline)))
 
 
 def send_answer(connection: socket.socket, status: TransferStatus, count: int, deadline: Deadline) -> None:

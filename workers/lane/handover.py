@@ -2,9 +2,9 @@
 
 A prefill worker computes a prompt and emits its first token. Then it offers the prompt's KV blocks, and hands the
 request back with the address (`HandBackEvent.kv_source`). The lane's client sends the next attempt with the tokens so
-far and this address. A decode worker fetches the blocks, imports them into its prefix cache, and continues the answer
-as after any hand-back: what it can't fetch it computes. So neither a lost worker nor a broken transfer costs a request
-more than its prompt's computation.
+far and this address. A decode worker fetches the blocks that its prefix cache lacks, imports them, and continues the
+answer as after any hand-back: what it can't fetch it computes. So neither a lost worker nor a broken transfer costs a
+request more than its prompt's computation.
 
 Handed over are answers to one prompt that another engine can resume (so none with log-probabilities, whose tokens the
 caller's attempts don't carry), if they are sooner complete there
@@ -140,9 +140,12 @@ class DecodeHandover:
         exchange = self._exchange
         blocks: Blocks = ()
         try:
-            expected = Expected(exchange.names(request), exchange.block_bytes, exchange.identity)
+            num_held = exchange.num_cached(request)
+            names = exchange.names(request)[num_held * len(exchange.block_bytes) :]
+            # Also if none is missing: the offer's memory is free then.
+            expected = Expected(names, exchange.block_bytes, exchange.identity, num_held)
             blocks = self._client.fetch(source, expected, deadline)
-            self._fetched += bool(blocks)
+            self._fetched += bool(blocks) or num_held > 0
         except Exception as error:  # noqa: BLE001 - of this transfer alone
             logger.error("blocks were not fetched; they are computed", error=f"{type(error).__name__}: {error}")
         finally:
@@ -167,6 +170,7 @@ class DecodeHandover:
             step_tokens=self._step_tokens,
             fetched_requests=self._fetched,
             received_bytes=fetched.num_bytes,
+            held_bytes=fetched.held_bytes,
             broken_transfers=fetched.failed,
             fetch_seconds=fetched.seconds,
         )

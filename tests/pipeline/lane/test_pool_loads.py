@@ -49,7 +49,7 @@ def worker(role: Any, **changes: Any) -> WorkerMetrics:
 
 
 def test_loads_are_sums_and_means_of_what_workers_report() -> None:
-    received = {"received_bytes": 3_000, "fetch_seconds": 0.5}
+    received = {"received_bytes": 1_000, "held_bytes": 2_000, "fetch_seconds": 0.5}
     loads = pool_loads([worker("prefill"), worker("decode"), worker("decode", handover=received)])
     assert loads is not None
     assert (loads.prefill.workers, loads.prefill.tokens_per_second, loads.prefill.row_step_seconds) == (1, 4_000, 0.2)

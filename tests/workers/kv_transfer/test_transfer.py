@@ -19,6 +19,7 @@ from engine.cache.block_tier import BlockKey, Bytes
 from pipeline.adapters.system_clock import SystemClock
 from schemas.settings.kv_transfer import KVTransferOptions
 from schemas.workers.lane import KVSource
+from tests.waiting import wait_for
 from workers.kv_transfer import shared_memory, wire
 from workers.kv_transfer.client import BlockClient
 from workers.kv_transfer.server import BlockServer
@@ -36,7 +37,7 @@ def content(key: BlockKey) -> Bytes:
 
 
 def exported(keys: Sequence[BlockKey] = NAMES) -> list[ExportedBlock]:
-    return [ExportedBlock(key, SIZES[key.group], lambda key=key: content(key)) for key in keys]
+    return [ExportedBlock(key, key.digest[0], SIZES[key.group], lambda key=key: content(key)) for key in keys]
 
 
 @contextmanager
@@ -73,6 +74,32 @@ def test_another_ticket_or_identity_gets_nothing(client: BlockClient) -> None:
         assert client.fetch(replace(source, ticket="0" * 64), EXPECTED) == []
         assert client.fetch(source, replace(EXPECTED, identity=b"x" * 32)) == []
         assert same(client.fetch(source, EXPECTED), NAMES), "the offer is still there"
+
+
+@pytest.mark.parametrize("client", [TCP, SHARED], ids=["tcp", "shared memory"])
+@pytest.mark.parametrize("num_held", [0, 1, 4, 5])
+def test_blocks_that_the_client_holds_are_not_sent(client: BlockClient, num_held: int) -> None:
+    before = client.fetched
+    windowed = [key for key in NAMES if key.group == 0 or key.digest[0] >= 3]  # group 1 needs its last two alone
+    missing = [key for key in windowed if key.digest[0] >= num_held]
+    with serving(max_bytes=sum(SIZES[key.group] for key in windowed)) as server:
+        expected = replace(EXPECTED, names=NAMES[2 * num_held :], num_held=num_held)
+        assert same(client.fetch(offer(server, windowed), expected), missing)
+        assert client.fetched.failed == before.failed
+        wait_for(lambda: server.served.blocks == len(missing) and server.has_room(1), "all of the offer is released")
+        assert server.served.num_bytes == sum(SIZES[key.group] for key in missing)
+        assert server.served.failed == 0
+    assert client.fetched.held_bytes - before.held_bytes == num_held * sum(SIZES)
+
+
+def test_a_server_leaves_out_no_more_than_there_is() -> None:
+    hello = wire.MAGIC + struct.pack("!32s32sI", b"t" * 32, IDENTITY, 2**32 - 1)
+    with serving() as server, socket.create_connection(("127.0.0.1", server.port)) as connection:
+        source = offer(server)
+        connection.sendall(hello.replace(b"t" * 32, bytes.fromhex(source.ticket)))
+        assert connection.makefile("rb").read() == struct.pack("!BI", 0, 0), "no block is sent, and the end"
+        assert server.served.failed == 0
+        assert same(TCP.fetch(offer(server), EXPECTED), NAMES)
 
 
 def test_shared_memory_is_used_on_one_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +144,7 @@ def test_a_server_that_ends_cuts_its_transfers_off() -> None:
         return content(NAMES[1])
 
     with serving() as server:
-        source = server.offer([exported()[0], ExportedBlock(NAMES[1], SIZES[1], blocking)])
+        source = server.offer([exported()[0], ExportedBlock(NAMES[1], 0, SIZES[1], blocking)])
         assert source is not None
         found: list[tuple[BlockKey, Bytes]] = []
         fetch = threading.Thread(target=lambda: found.extend(TCP.fetch(source, EXPECTED)))
@@ -200,6 +227,21 @@ def test_only_verified_blocks_are_used(serve: Peer, good: int) -> None:
     assert client.fetched.blocks == good
 
 
+@pytest.mark.parametrize(
+    ("serve", "good"),
+    [
+        pytest.param(frames(2, GOOD[4], GOOD[2]), 1, id="a held block"),
+        pytest.param(frames(7, GOOD[4]), 0, id="more than are missing"),
+    ],
+)
+def test_only_missing_blocks_are_used(serve: Peer, good: int) -> None:
+    client = BlockClient(5.0, use_shared_memory=False)
+    with peer(serve) as source:
+        found = client.fetch(source, replace(EXPECTED, names=NAMES[4:], num_held=2))
+    assert same(found, NAMES[4 : 4 + good])
+    assert (client.fetched.failed, client.fetched.held_bytes) == (1, 0)
+
+
 def test_a_silent_peer_is_left_in_time() -> None:
     may_end = threading.Event()
     client = BlockClient(0.05, use_shared_memory=False)
@@ -260,8 +302,8 @@ def test_a_client_that_is_closed_leaves_its_transfers() -> None:
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"", b"GET / HTTP/1.1\r\n\r\n" + b" " * 64, wire.MAGIC + b"\0" * 64, b"\0" * 69],
-    ids=["nothing", "HTTP", "an unknown ticket", "zeros"],
+    [b"", b"GET / HTTP/1.1\r\n\r\n" + b" " * 64, wire.MAGIC + b"\0" * 68, b"\0" * 73, b"tmkv\x01" + b"\0" * 64],
+    ids=["nothing", "HTTP", "an unknown ticket", "zeros", "an older version"],
 )
 def test_a_server_outlives_clients_that_send_garbage(garbage: bytes) -> None:
     with serving() as server:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,31 @@ def test_answers_are_those_of_one_worker(kit: Any, lane: MemoryLane, work: Any, 
     assert decode.metrics.fetched_requests == prefill.metrics.offered_requests
     assert decode.metrics.received_bytes == prefill.metrics.sent_bytes > 0
     assert decode.metrics.broken_transfers == prefill.metrics.broken_transfers == 0
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "tcp"])
+def test_a_conversation_sends_only_its_new_blocks(
+    shared_memory: bool, kit: Any, lane: MemoryLane, work: Any, models: dict[str, LoadedModel]
+) -> None:
+    alone, options = MemoryLane(CLOCK, LANE_SETTINGS), replace_options(shared_memory=shared_memory)
+    work("both", on=alone, model="alone")
+    prefill, decode = work("prefill", options), work("decode", options)
+    story = f"A conversation over {shared_memory}: the old man, the sea and the boy. "
+    received = [0]
+    for turn in (1, 2, 3):
+        body = kit.completion(story * turn, temperature=0, max_tokens=20, ignore_eos=True)
+        events = events_of(lane, request(models["prefill"], body, f"r{turn}"))
+        assert seen(events) == seen(events_of(alone, request(models["alone"], body, f"r{turn}")))
+        assert events[-1].attempt == 2
+        received.append(decode.metrics.received_bytes)
+    first, second, third = (after - before for before, after in pairwise(received))
+    assert 0 < second < 1.5 * first, "a turn longer than the last one"
+    assert 0 < third < 1.5 * first
+    token_bytes = decode.metrics.token_bytes
+    assert decode.metrics.held_bytes == pytest.approx(3 * first, abs=4 * 8 * token_bytes), "one turn, and two"
+    assert prefill.metrics.sent_bytes == decode.metrics.received_bytes
+    assert decode.metrics.fetched_requests == prefill.metrics.offered_requests == 3
+    assert decode.metrics.broken_transfers == 0
 
 
 def test_without_a_decode_worker_the_prefill_worker_goes_on(
