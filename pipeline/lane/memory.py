@@ -15,11 +15,11 @@ from pipeline.lane.ports import (
     AnswerCounts,
     LaneFull,
     LaneQueue,
-    LaneSettings,
     TenantShares,
     full_message,
 )
 from pipeline.ports import Clock, PipelineError
+from schemas.settings.lane import LaneSettings
 from schemas.workers.lane import (
     EndEvent,
     ErrorEvent,

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 
 from pipeline.ports import PipelineError
 from schemas.requests.policy_report import PolicyReport, add_report
+from schemas.settings.lane import LaneSettings
 from schemas.workers.lane import (
     ADDRESSED_MARK,
     DECODE,
@@ -43,37 +44,6 @@ COUNTS_SECONDS: Final = 86_400.0
 
 class LaneFull(PipelineError):
     """Raised when too many requests wait for a model. Callers answer 429."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaneSettings:
-    """Bounds of a lane; seconds. The same for all processes that share it.
-
-    Attributes:
-        worker_timeout_seconds: after this long without a call (`LaneWorker.hold`, `emit`) a worker loses its requests.
-        client_timeout_seconds: a caller that hasn't checked its request (`Lane.lost`) for so long is dead, and the
-            request is dropped if its answer hasn't begun. At least as long as a caller waits for a lane that it can't
-            reach (`CallSettings.unavailable_timeout_seconds`).
-        default_deadline_seconds: a request without a deadline is wanted for so long.
-        retention_seconds: events that were not read are stored for so long after the last one.
-        max_waiting: maximum number of a model's requests whose answer has not begun; only first attempts are refused
-            beyond it. One tenant alone may have seven eighths of them.
-        max_events: maximum number of a request's events that are stored for its reader.
-        max_bytes: maximum bytes of a request.
-    """
-
-    worker_timeout_seconds: float = 10.0
-    client_timeout_seconds: float = 30.0
-    default_deadline_seconds: float = 3_600.0
-    retention_seconds: float = 300.0
-    max_waiting: int = 10_000
-    max_events: int = 16_384
-    max_bytes: int = 16 << 20
-
-    @property
-    def max_waiting_per_tenant(self) -> int:
-        """Maximum number of one tenant's waiting requests for a model."""
-        return self.max_waiting - self.max_waiting // 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,11 @@ import structlog
 from pydantic import ValidationError
 
 from pipeline.adapters.redis.connection import RedisClient, RedisSettings, milliseconds
-from pipeline.lane.ports import COUNTS_SECONDS, AnswerCounts, LaneFull, LaneSettings, full_message
+from pipeline.lane.ports import COUNTS_SECONDS, AnswerCounts, LaneFull, full_message
 from pipeline.lane.redis_scripts import CANCEL, COUNT, LOST, SEND
 from pipeline.lane.redis_worker import RedisLaneWorker, keys_of, queue_ttl_milliseconds
 from pipeline.ports import Clock, PipelineError
+from schemas.settings.lane import LaneSettings
 from schemas.workers.lane import LaneEvent, LaneRequest, Position, read_event, request_json
 
 MAX_EVENTS_PER_READ = 256  # events of one request in one read

@@ -12,9 +12,10 @@ import structlog
 from pydantic import ValidationError
 
 from pipeline.adapters.redis.connection import RedisClient, RedisSettings, milliseconds
-from pipeline.lane.ports import NO_SHARES, LaneQueue, LaneSettings, TenantShares
+from pipeline.lane.ports import NO_SHARES, LaneQueue, TenantShares
 from pipeline.lane.redis_scripts import EMIT, HOLD, TAKE
 from pipeline.ports import Clock
+from schemas.settings.lane import LaneSettings
 from schemas.workers.lane import LaneEvent, LaneRequest, closes_attempt, event_json, read_request
 
 logger = structlog.get_logger(__name__)

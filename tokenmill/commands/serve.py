@@ -158,7 +158,7 @@ def serve(
         open_root(str(data), settings, traces=traces) as root,
         RunLock(data.expanduser()),
     ):
-        backends = in_process_backends(root)
+        backends = in_process_backends(root, settings)
         price = price_of_worker(settings, price_per_hour)
         metrics = DispatchMetrics()
         sources = metric_collectors.all_of(

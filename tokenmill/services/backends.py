@@ -42,10 +42,12 @@ class Backends:
     housekeeping: Lease | None = None
 
 
-def in_process_backends(root: Root) -> Backends:
+def in_process_backends(root: Root, settings: Settings) -> Backends:
     """Back ends for threads of this process."""
     clock = root.world.clock
-    return Backends(MemoryQueue(), MemoryHeartbeats(clock, SILENCE), MemoryLane(clock), poll_seconds=0.02)
+    return Backends(
+        MemoryQueue(), MemoryHeartbeats(clock, SILENCE), MemoryLane(clock, settings.lane.limits), poll_seconds=0.02
+    )
 
 
 @contextmanager
@@ -61,7 +63,7 @@ def redis_worker_backends(settings: Settings) -> Iterator[tuple[Heartbeats, Lane
     connection = RedisSettings(settings.redis_url.get_secret_value())
     with (
         closing(RedisHeartbeats(connection, lifetime=SILENCE)) as heartbeats,
-        closing(RedisLane(connection, SystemClock())) as lane,
+        closing(RedisLane(connection, SystemClock(), settings.lane.limits)) as lane,
     ):
         yield heartbeats, lane
 
@@ -92,7 +94,7 @@ def redis_backends(settings: Settings) -> Iterator[Backends]:
         ]
         for lease in leases:
             stack.callback(lease.close)
-        lane = RedisLane(RedisSettings(redis_url), SystemClock())
+        lane = RedisLane(RedisSettings(redis_url), SystemClock(), settings.lane.limits)
         stack.callback(lane.close)
         yield Backends(queue, heartbeats, lane, REMOTE_POLL_SECONDS, 2 * HEARTBEAT_SECONDS, *leases)
 

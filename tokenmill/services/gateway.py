@@ -151,6 +151,7 @@ class GatewayService:
             poll_interval_seconds=_LANE_POLL_SECONDS if backends.lease is None else _REMOTE_LANE_POLL_SECONDS
         )
         self._lane = backends.lane
+        self._max_requests = settings.lane.max_gateway_requests
         self._server = GatewayServer(settings.gateway, listen(host, port, settings.gateway.max_unsent_bytes))
         self.url = self._server.url
 
@@ -169,7 +170,9 @@ class GatewayService:
 
         clock = self._parts.world.clock
         traces, ended = self._parts.world.traces, threading.Event()
-        bridge = LaneBridge(self._lane, clock, self._call, self._parts.http_metrics, traces=traces, router=self._router)
+        bridge = LaneBridge(
+            self._lane, clock, self._call, self._parts.http_metrics, self._max_requests, traces, self._router
+        )
         answers = InferenceResponses(self._request_builder, bridge, clock, self._streams)
         arguments = ("lane calls", bridge.run, ended, self._parts.world)
         calls = threading.Thread(target=supervise, args=arguments, name="lane calls", daemon=True)

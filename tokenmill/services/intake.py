@@ -158,7 +158,7 @@ def _celery(root: Root, settings: Settings) -> Part:
     )
     if settings.redis_url is None:
         return lambda stop: CeleryIngestWorker(tasks, ingest, root.world).run(stop)
-    lane = RedisLane(RedisSettings(settings.redis_url.get_secret_value()), root.world.clock)
+    lane = RedisLane(RedisSettings(settings.redis_url.get_secret_value()), root.world.clock, settings.lane.limits)
     limits = GenerateSettings(
         max_timeout_seconds=options.generate_timeout_seconds,
         max_waiting=options.max_concurrent_generates,

@@ -217,6 +217,7 @@ class WorkerService:
         self._rotation = ModelRotation(
             list(self._loads), backends.queue, self._lane, root.world.clock, switch_after, queues
         )
+        self._lane_limits = settings.lane.limits
         self._lane_rules = lane_rules(settings, policies)
         self._find_model = CatalogModels(root.world.store, root.world.clock)
         self._serving = LaneServing(
@@ -276,8 +277,8 @@ class WorkerService:
                 ) as handover,
                 self._watchdog.watching(),
                 LaneServer(
-                    model, self._lane, world.clock, self._lane_rules, self._serving, traces=world.traces,
-                    handover=handover, find_model=self._find_model,
+                    model, self._lane, world.clock, self._lane_rules, self._serving, self._lane_limits,
+                    world.traces, handover, self._find_model,
                 ).running(stop) as side_work,
             ):  # fmt: skip
                 self._rotation.begin()

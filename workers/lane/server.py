@@ -38,13 +38,14 @@ import structlog
 
 from engine.errors import ContextLengthExceeded, RequestRefused
 from engine.request import Completion, FinishReason, PartialChoice
-from pipeline.lane.ports import LaneSettings, LaneWorker, TenantShares
+from pipeline.lane.ports import LaneWorker, TenantShares
 from pipeline.lane.queue_order import STEAL_AFTER_SECONDS, QueueOrder
 from pipeline.ports import Clock
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.tracing import NO_TRACES, Traces
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.tokenizing import TOKENIZER_URLS
+from schemas.settings.lane import LaneSettings
 from schemas.workers.lane import LaneEvent, LaneRequest, addressed_to, closes_attempt, is_addressed
 from workers.lane.handover import NO_HANDOVER, Blocks, LaneHandover, PrefillHandover
 from workers.lane.preparation import PreparationQueue

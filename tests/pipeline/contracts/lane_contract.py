@@ -21,13 +21,13 @@ from pipeline.lane.ports import (
     Lane,
     LaneFull,
     LaneQueue,
-    LaneSettings,
     LaneStream,
     LaneWorker,
     OpenLane,
     TenantShares,
 )
 from pipeline.lane.queue_order import STEAL_AFTER_SECONDS, QueueOrder
+from schemas.settings.lane import LaneSettings
 from schemas.workers.lane import (
     DECODE,
     EndEvent,

@@ -11,10 +11,11 @@ from pydantic import ValidationError
 
 from pipeline.lane.client import CallSettings, LaneCalls, answer
 from pipeline.lane.memory import MemoryLane
-from pipeline.lane.ports import LANE_OVERRUN, LaneQueue, LaneSettings, LaneStream
+from pipeline.lane.ports import LANE_OVERRUN, LaneQueue, LaneStream
 from pipeline.runtime.availability import ServiceUnavailable
 from schemas.jobs.job import Tier
 from schemas.requests.policy_report import ContentVerdict, PolicyReport
+from schemas.settings.lane import LaneSettings
 from schemas.workers.lane import (
     EndEvent,
     ErrorEvent,

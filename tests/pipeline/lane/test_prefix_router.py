@@ -13,10 +13,11 @@ import pytest
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.lane.client import CallSettings, LaneCalls
 from pipeline.lane.memory import MemoryLane
-from pipeline.lane.ports import ADDRESSED_TO_ANY, LaneFull, LaneQueue, LaneSettings
+from pipeline.lane.ports import ADDRESSED_TO_ANY, LaneFull, LaneQueue
 from pipeline.lane.prefix_router import PrefixRouter
 from pipeline.ports import WorkerState
 from pipeline.runtime.availability import ServiceUnavailable
+from schemas.settings.lane import LaneSettings
 from schemas.workers.lane import EndEvent, HandBackEvent, LaneRequest, TokensEvent
 from tests.pipeline.simulation import SimulatedClock
 from tests.waiting import HANG_SECONDS, wait_for

@@ -14,10 +14,11 @@ import redis
 from pipeline.adapters.redis.connection import RedisSettings
 from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.client import CallSettings, answer
-from pipeline.lane.ports import ADDRESSED_TO_ANY, START, LaneFull, LaneQueue, LaneSettings
+from pipeline.lane.ports import ADDRESSED_TO_ANY, START, LaneFull, LaneQueue
 from pipeline.lane.redis import RedisLane
 from pipeline.lane.redis_worker import RedisLaneWorker
 from pipeline.runtime.availability import ServiceUnavailable
+from schemas.settings.lane import LaneSettings
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, TokensEvent
 from tests.pipeline.contracts.lane_contract import LIFETIME, MODEL, end, read_events, request, tokens
 from tests.servers.redis import RedisServer

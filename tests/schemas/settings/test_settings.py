@@ -71,3 +71,21 @@ def test_a_mistake_in_the_environment_names_the_setting(monkeypatch: pytest.Monk
     monkeypatch.setenv("TOKENMILL_LIMITS__MAX_LINE_BYTES", "lots")
     with pytest.raises(InvalidSettingsError, match=r"setting limits\.max_line_bytes is wrong"):
         load_settings()
+
+
+def test_lane_limits_have_the_bounds_that_callers_and_workers_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENMILL_LANE__LIMITS__MAX_WAITING", "15")
+    monkeypatch.setenv("TOKENMILL_LANE__LIMITS__MAX_TENANT_SHARE", "0.5")
+    limits = load_settings().lane.limits
+    assert (limits.max_waiting, limits.max_waiting_per_tenant) == (15, 8)
+    assert load_settings(lane={"limits": {"max_waiting": 16}}).lane.limits.max_waiting_per_tenant == 8
+    for name, value, why in (
+        ("CLIENT_TIMEOUT_SECONDS", "29", r"lane\.limits is wrong: .*give at least 30"),
+        ("WORKER_TIMEOUT_SECONDS", "0.5", r"lane\.limits is wrong: .*give at least 1"),
+        ("MAX_TENANT_SHARE", "1.5", "lane.limits.max_tenant_share"),
+        ("MAX_EVENTS", "0", "lane.limits.max_events"),
+    ):
+        with monkeypatch.context() as wrong:
+            wrong.setenv(f"TOKENMILL_LANE__LIMITS__{name}", value)
+            with pytest.raises(InvalidSettingsError, match=why):
+                load_settings()

@@ -320,7 +320,7 @@ class Installed:
     def __init__(self, root: Root) -> None:
         self._root = root
         self._stop = threading.Event()
-        backends = in_process_backends(root)
+        backends = in_process_backends(root, Settings())
         dispatch = dispatcher_part(root, backends, Settings(), DispatchMetrics())
         self._threads = [
             threading.Thread(target=dispatch, args=(self._stop,)), threading.Thread(target=self._work, args=(backends,))

@@ -73,7 +73,9 @@ def test_given_a_store_that_is_away_for_a_while_then_the_candidate_goes_on(
     )
     model = LoadedModel.load(model_folder, name="tiny", config=config)
     root = Root("memory:", harness.world, None)
-    candidate = CandidateWorker(root, in_process_backends(root), lambda: model, Settings(), 60.0, NO_POLICIES)
+    candidate = CandidateWorker(
+        root, in_process_backends(root, Settings()), lambda: model, Settings(), 60.0, NO_POLICIES
+    )
     harness.job("job-1", 2)
     entry = entry_of(model, NO_POLICIES, root)
 
@@ -130,7 +132,7 @@ def test_given_a_store_that_is_away_when_a_model_is_changed_then_the_worker_wait
         return LoadedModel.load(folders[name], name=name, config=config)
 
     root = Root("memory:", harness.world, None)
-    backends = in_process_backends(root)
+    backends = in_process_backends(root, Settings())
     worker = WorkerService(root, backends, [lambda: load("first"), lambda: load("second")], Settings(), 60.0)
     pin = LoadedModel.load(folders["second"], name="second", config=config).pin()
     backends.queue.put(queue_name(pin.key, Tier.STANDARD), ShardTask("no-such-job", 1))

@@ -35,7 +35,7 @@ def test_a_caller_in_the_process_gets_the_text_that_run_gives(
     chosen = ChosenModel("tiny", ModelSource("tiny", model_folder, None, 0))
     load = partial(load_any, chosen, EngineConfig(dtype="float32", threads=1), OWN_CHAT)
     with open_root(str(folder / "root"), settings) as root:
-        backends = in_process_backends(root)
+        backends = in_process_backends(root, settings)
         worker = WorkerService(root, backends, [load], settings, 60.0)
         key = load().pin().key
         thread = threading.Thread(target=worker, args=(stop,))

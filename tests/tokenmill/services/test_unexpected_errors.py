@@ -72,7 +72,7 @@ def root(tmp_path: Path) -> Iterator[Root]:
 
 @pytest.fixture
 def backends(root: Root) -> Backends:
-    return in_process_backends(root)
+    return in_process_backends(root, Settings())
 
 
 class FailingOnce:

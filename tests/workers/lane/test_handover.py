@@ -17,11 +17,11 @@ from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.client import CallSettings, answer
 from pipeline.lane.memory import MemoryLane
 from pipeline.lane.placement import LatencyTargets
-from pipeline.lane.ports import LaneSettings
 from pipeline.ports import WorkerState
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import Usage
 from schemas.settings.kv_transfer import KVTransferOptions, Role
+from schemas.settings.lane import LaneSettings
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
 from schemas.workers.metrics import HandoverMetrics, HistogramSample, TierMetrics, WorkerMetrics
 from tests.waiting import HANG_SECONDS, wait_for

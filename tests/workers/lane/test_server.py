@@ -24,9 +24,10 @@ from engine.runner.null_runner import NullRunner
 from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.client import CallSettings, answer
 from pipeline.lane.memory import MemoryLane
-from pipeline.lane.ports import START, LaneQueue, LaneSettings
+from pipeline.lane.ports import START, LaneQueue
 from pipeline.worker_client.ports import BY_URGENCY, ShardWork
 from schemas.jobs.job import Tier
+from schemas.settings.lane import LaneSettings
 from schemas.workers.lane import EndEvent, ErrorEvent, HandBackEvent, LaneEvent, LaneRequest, TokensEvent
 from tests.waiting import HANG_SECONDS
 from workers.errors import BrokenEngineError

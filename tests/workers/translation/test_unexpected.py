@@ -23,11 +23,11 @@ from engine.runner.null_runner import NullRunner
 from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.client import CallSettings, answer
 from pipeline.lane.memory import MemoryLane
-from pipeline.lane.ports import LaneSettings
 from pipeline.worker_client.ports import BY_URGENCY, ShardWork
 from schemas.jobs.job import Tier
 from schemas.jobs.results import RowStatus
 from schemas.requests.errors import RowErrorCode
+from schemas.settings.lane import LaneSettings
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
 from tests.waiting import HANG_SECONDS
 from tests.workers.structured import tool_templates

@@ -18,9 +18,9 @@ from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.client import CallSettings
 from pipeline.lane.client import answer as stream_answer
 from pipeline.lane.memory import MemoryLane
-from pipeline.lane.ports import LaneSettings
 from schemas.jobs.results import RowStatus
 from schemas.requests.errors import RowErrorCode
+from schemas.settings.lane import LaneSettings
 from schemas.workers.lane import TokensEvent
 from tests.workers.lane.test_server import LaneWorker, alike, request, response, text_of
 from tests.workers.structured import tool_templates

@@ -10,7 +10,7 @@ from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.memory import MemoryLane
-from pipeline.lane.ports import LaneSettings
+from schemas.settings.lane import LaneSettings
 from tests.pipeline.contracts.heartbeats_contract import LIFETIME, HeartbeatsContract, MakeHeartbeats
 from tests.pipeline.contracts.lane_contract import LaneContract, MakeLane
 from tests.pipeline.contracts.queue_contract import MakeQueue, QueueContract

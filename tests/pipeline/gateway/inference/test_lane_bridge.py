@@ -14,9 +14,9 @@ from pipeline.gateway.http.metrics import HttpMetrics
 from pipeline.gateway.inference.lane_bridge import LaneBridge
 from pipeline.lane.client import CallSettings
 from pipeline.lane.memory import MemoryLane
-from pipeline.lane.ports import AnswerCounts, LaneQueue, LaneSettings
+from pipeline.lane.ports import AnswerCounts, LaneQueue
 from schemas.jobs.job import Tier
-from schemas.settings.lane import LatencyPromise, SloOptions
+from schemas.settings.lane import LaneSettings, LatencyPromise, SloOptions
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
 from tests.waiting import HANG_SECONDS
 
@@ -87,3 +87,19 @@ def test_latencies_of_answers_are_reported_on_the_lane() -> None:
 
     asyncio.run(calls())
     assert lane.answers(["m"]) == {"m": AnswerCounts(in_time=1, late_first_tokens=1)}
+
+
+def test_a_gateway_refuses_requests_beyond_its_limit() -> None:
+    clock = SystemClock()
+    goodput = GoodputMetrics(SloOptions().promises, 100)
+    bridge = LaneBridge(MemoryLane(clock), clock, CallSettings(), HttpMetrics(clock, goodput), max_calls=1)
+
+    async def calls() -> None:
+        await bridge.start(LaneRequest("one", "m", {}), lambda _: None)
+        with pytest.raises(ApiError, match="1 requests wait here already"):
+            await bridge.start(LaneRequest("two", "m", {}), lambda _: None)
+        bridge.forget("one")
+        await bridge.start(LaneRequest("three", "m", {}), lambda _: None)
+
+    asyncio.run(calls())
+    assert goodput.counts()["interactive", "default", "refused"] == 1

@@ -13,12 +13,13 @@ from pipeline.adapters.system_clock import SystemClock
 from pipeline.ingest.celery.generate_task import GenerateCalls, GenerateSettings
 from pipeline.ingest.celery.tasks import TryLater
 from pipeline.lane.memory import MemoryLane
-from pipeline.lane.ports import LaneQueue, LaneSettings
+from pipeline.lane.ports import LaneQueue
 from pipeline.models.catalog import Catalog
 from schemas.jobs.job import Tier
 from schemas.models import CatalogEntry, ModelPin
 from schemas.requests.parsing import BODIES
 from schemas.requests.sampling_defaults import SamplingDefaults
+from schemas.settings.lane import LaneSettings
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
 from tests.pipeline.made_jobs import PIN
 from tests.pipeline.simulation import MemoryStore
