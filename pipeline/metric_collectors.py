@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pipeline.ingest.intake import IntakeMetrics
     from pipeline.lane.prefix_router import PrefixRouter
     from pipeline.models.rollout_controller import ReleaseMetrics
+    from pipeline.routing.rules import RouteCounts
 
 
 INGEST_SOURCES: Final = ("kafka", "bucket", "bucket-events", "folder")
@@ -188,6 +189,18 @@ def lane_routes(router: PrefixRouter) -> Source:
     def collect(samples: Samples) -> None:
         for route, count in router.routes().items():
             samples.value("tokenmill_lane_routed_requests_total", count, route)
+
+    return collect
+
+
+def virtual_models(counts: RouteCounts) -> Source:
+    """The choices of virtual models' rules in this process."""
+
+    def collect(samples: Samples) -> None:
+        for (virtual, model), count in sorted(counts.chosen().items()):
+            samples.value("tokenmill_virtual_model_requests_total", count, virtual, model)
+        for model, count in sorted(counts.failures().items()):
+            samples.value("tokenmill_routing_label_failures_total", count, model)
 
     return collect
 

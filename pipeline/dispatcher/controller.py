@@ -37,6 +37,7 @@ from pipeline.ledger.active_index import SweepResult, is_open, marked_jobs, swee
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ledger.records import PlanningFailure
 from pipeline.ports import ComponentStopped, Lease, PipelineError, World
+from pipeline.routing.rules import RuleRouter
 from pipeline.runtime.leader_election import RENEW_SECONDS, LeaderElection
 from schemas.jobs.inputs import InputRef
 from schemas.jobs.outcome import JobStatus
@@ -103,13 +104,16 @@ class JobPlanner(Protocol):
 class InProcessPlanner:
     """Plans on the calling thread, without isolation between jobs."""
 
-    def __init__(self, world: World, open_input: Callable[[InputRef], PinnedInput]) -> None:
+    def __init__(
+        self, world: World, open_input: Callable[[InputRef], PinnedInput], router: RuleRouter | None = None
+    ) -> None:
         self._world = world
         self._open_input = open_input
+        self._router = router
 
     def plan(self, ledger: JobLedger, *, in_time: bool) -> PlanOutcome:
         """See `JobPlanner`."""
-        return plan_open_job(ledger, self._world, self._open_input, in_time=in_time)
+        return plan_open_job(ledger, self._world, self._open_input, in_time=in_time, router=self._router)
 
     def cancel(self, job: str) -> None:
         """A thread can't be ended."""

@@ -115,16 +115,22 @@ class ModelExtension(ResponseModel):
     engine_version: str | None
 
 
+class VirtualModelExtension(ResponseModel):
+    """The models from which a virtual model's rules choose."""
+
+    models: list[str]
+
+
 class Model(ResponseModel):
     """OpenAI's model object. `created`: since when this version is served. `max_model_len`: the largest sum of prompt
-    and output tokens."""
+    and output tokens; of a virtual model, that of any of its models."""
 
     id: str
     object: Literal["model"] = "model"
     created: UnixTime
     owned_by: Literal["tokenmill"] = "tokenmill"
     max_model_len: Count
-    tokenmill: ModelExtension
+    tokenmill: ModelExtension | VirtualModelExtension
 
 
 class ModelList(ResponseModel):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -16,6 +17,7 @@ from pipeline.jobs.submit import JobOrder, SubmittedJob, submit
 from pipeline.ledger.active_index import mark
 from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.models.catalog import Catalog
+from pipeline.models.virtual_models import VirtualModels
 from pipeline.ports import PipelineError, World
 from pipeline.scaling.tenant_backlog import TenantBacklog
 from schemas.jobs.inputs import InputRef
@@ -24,6 +26,7 @@ from schemas.jobs.job_options import JobOptions
 from schemas.models import ModelPin
 from schemas.requests.errors import RowErrorCode
 from schemas.requests.limits import Limits, PlanSettings
+from schemas.virtual_models import VirtualModel
 
 MODEL_NOT_FOUND: Final = RowErrorCode.MODEL_NOT_FOUND.value
 NO_MODEL: Final = "no_model"
@@ -125,6 +128,7 @@ class Intake:
         self._world = world
         self._settings = settings or IntakeSettings()
         self._catalog = Catalog(world.store)
+        self._virtual_models = VirtualModels(world.store)
         self._backlog = TenantBacklog(world, self._settings.refresh_interval_seconds)
 
     def accept(self, draft: JobDraft) -> SubmittedJob:
@@ -174,10 +178,11 @@ class Intake:
 
     def _order(self, draft: JobDraft) -> JobOrder:
         options, settings = draft.options, self._settings
-        tier = options.tier or settings.default_tier
+        tier, name = options.tier or settings.default_tier, options.model or settings.default_model
+        pins, virtual_models = self._models(name)
         return JobOrder(
             input=draft.input,
-            models=self._models(options.model or settings.default_model),
+            models=pins,
             settings=JobSettings(
                 seed=options.seed or 0,
                 on_invalid=options.on_invalid or OnInvalid.ROW,
@@ -186,6 +191,8 @@ class Intake:
                 max_output_tokens=self._cap(tier, options.max_output_tokens),
                 truncate_prompt=options.truncate_prompt,
                 url=draft.url,
+                model=name if virtual_models else None,
+                virtual_models=virtual_models or None,
                 limits=settings.limits,
                 plan=settings.plan,
             ),
@@ -198,21 +205,39 @@ class Intake:
             metadata=options.metadata,
         )
 
-    def _models(self, name: str | None) -> tuple[ModelPin, ...]:
+    def _models(self, name: str | None) -> tuple[tuple[ModelPin, ...], tuple[VirtualModel, ...]]:
+        """The pins of a job for the model of this name, or for all models (None), and its virtual models."""
         if name is not None:
             entry = self._catalog.find(name)
             if entry is not None:
-                return (entry.pin,)
+                return (entry.pin,), ()
         entries = self._catalog.entries()
-        added = [entry.pin for entry in entries if entry.pin.name == name]
-        if added:  # between the two reads
-            return (added[0],)
-        known = ", ".join(entry.pin.name for entry in entries) or "none yet: start a worker"
+        pins = {entry.pin.name: entry.pin for entry in entries}
+        if name in pins:  # added between the two reads
+            return (pins[name],), ()
         if not entries:  # not for ever: ingest sources wait for the first worker
-            raise IntakeRefused(NO_MODEL, f"no model is served here ({known}); submit again then")
-        if name is not None:
+            raise IntakeRefused(NO_MODEL, "no model is served here (none yet: start a worker); submit again then")
+        if name is None:
+            virtual_models = tuple(one for one in self._virtual_models.all() if one.name not in pins)
+            return self._pins_for(virtual_models, pins), virtual_models
+        virtual = self._virtual_models.find(name)
+        if virtual is None:
+            known = ", ".join([*pins, *(one.name for one in self._virtual_models.all())])
             raise IntakeRefused(MODEL_NOT_FOUND, f"model {name[:80]!r} is not served here ({known})")
-        return tuple(entry.pin for entry in entries)
+        return self._pins_for((virtual,), {}), (virtual,)
+
+    def _pins_for(self, virtual_models: Sequence[VirtualModel], pins: Mapping[str, ModelPin]) -> tuple[ModelPin, ...]:
+        """These pins, and those of all models that the rules name, which may be versions (`NAME@sha256:…`)."""
+        found = dict(pins)
+        for virtual in virtual_models:
+            for model in virtual.models:
+                entry = None if model in found else self._catalog.find(model)
+                if entry is not None:
+                    found[model] = entry.pin
+                elif model not in found:
+                    message = f"model {virtual.name[:80]!r}: {model[:80]!r}, which its rules name, is not served here"
+                    raise IntakeRefused(MODEL_NOT_FOUND, message)
+        return tuple(found.values())
 
     def _cap(self, tier: Tier, wanted: int | None) -> int:
         cap = self._settings.caps.get(tier, JobSettings().max_output_tokens)

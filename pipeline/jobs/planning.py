@@ -7,7 +7,7 @@ rows follows at once, from the stored rows. An interrupted plan resumes at the f
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -26,6 +26,7 @@ from pipeline.planner import (
     InputError,
     InputEstimate,
     InvalidInput,
+    ModelRouting,
     PlanSummary,
     StoredShard,
     TokenCounter,
@@ -37,12 +38,15 @@ from pipeline.planner import (
 from pipeline.ports import PipelineError, StoreError, World
 from pipeline.results.part_files import COMPRESSION, PartWriter, read_part
 from pipeline.results.rejected_part import commit_rejects
+from pipeline.routing.requests import RoutedRequest
+from pipeline.routing.rules import RuleRouter
 from pipeline.tracing import Span, trace_job, working_for
 from schemas.jobs.arrow_schemas import result_schema
 from schemas.jobs.inputs import InputRef
 from schemas.jobs.job import Closing, Job
 from schemas.jobs.outcome import Counts, JobError, JobStatus, Manifest
 from schemas.jobs.plan import PlanSegment
+from schemas.requests.parsing import Body
 
 PLANNER = "planner"
 INPUT_UNREADABLE: Final = "input_unreadable"
@@ -192,6 +196,7 @@ def plan_job(
     count_tokens: TokenCounter | None = None,
     max_segments: int | None = None,
     open_input: Callable[[InputRef], PinnedInput] = open_pinned,
+    router: RuleRouter | None = None,
 ) -> PlanSummary | None:
     """Plan a job, or the rest of an interrupted plan. None: the plan is complete already, or the job has ended.
 
@@ -200,6 +205,7 @@ def plan_job(
         count_tokens: counts a text's tokens with the job's tokenizer, for the first segment; None: a rule of thumb.
         max_segments: return when this many segments exist (`on_invalid` "job" plans the whole job regardless).
         open_input: makes the pinned input readable; with settings of its own where S3 needs them.
+        router: applies the rules of the job's virtual models; None: one without loads and labels.
 
     Raises:
         InvalidInput: invalid lines stop the job (`on_invalid` "job"); it has ended as failed.
@@ -213,7 +219,8 @@ def plan_job(
         return None
     span = world.traces.begin("plan", {"tokenmill.job.id": job.id}, parent=world.traces.of_job(job))
     with working_for(span):
-        return _plan(ledger, job, world, count_tokens, max_segments, open_input(job.input), span)
+        routing = model_routing(job, world, router)
+        return _plan(ledger, job, world, count_tokens, max_segments, open_input(job.input), span, routing)
 
 
 def _plan(
@@ -224,13 +231,17 @@ def _plan(
     max_segments: int | None,
     watched: PinnedInput,
     span: Span,
+    routing: ModelRouting,
 ) -> PlanSummary:
     with _of_this_input(watched):
-        source = open_source(watched.files(), job.input.format, job.settings.limits, _default_model(job))
+        source = open_source(watched.files(), job.input.format, job.settings.limits, job.only_model)
     sink = LedgerPlanSink(ledger, job, world, source.carried, watched.check)
     try:
         with _of_this_input(watched):
-            made = plan(source, job, sink, world, attempt=sink.attempt, counter=count_tokens, max_segments=max_segments)
+            made = plan(
+                source, job, sink, world, attempt=sink.attempt, counter=count_tokens, max_segments=max_segments,
+                routing=routing,
+            )  # fmt: skip
         span.end()
         return made
     except InvalidInput as error:
@@ -251,7 +262,12 @@ def _of_this_input(watched: PinnedInput) -> Iterator[None]:
 
 
 def plan_open_job(
-    ledger: JobLedger, world: World, open_input: Callable[[InputRef], PinnedInput], *, in_time: bool
+    ledger: JobLedger,
+    world: World,
+    open_input: Callable[[InputRef], PinnedInput],
+    *,
+    in_time: bool,
+    router: RuleRouter | None = None,
 ) -> PlanOutcome:
     """Plan a job of a root. A job that was closed before any of it was planned ends instead. A job with `refuse_late`
     is only measured, unless `in_time`.
@@ -268,8 +284,8 @@ def plan_open_job(
         return PlanOutcome(closed=end_unplanned(ledger, job, closing, world))
     try:
         if job.refuse_late and not in_time and ledger.manifest() is None and ledger.segment(0) is None:
-            return PlanOutcome(tokens_of_models=measure_job(job, world, open_input).tokens_of_models)
-        plan_job(ledger, job, world, open_input=open_input)
+            return PlanOutcome(tokens_of_models=measure_job(job, world, open_input, router).tokens_of_models)
+        plan_job(ledger, job, world, open_input=open_input, router=router)
         return PlanOutcome()
     except InvalidInput as error:
         return PlanOutcome(refused=str(error))
@@ -281,20 +297,34 @@ def plan_open_job(
         return PlanOutcome(refused=str(error))
 
 
-def measure_job(job: Job, world: World, open_input: Callable[[InputRef], PinnedInput] = open_pinned) -> InputEstimate:
+def measure_job(
+    job: Job,
+    world: World,
+    open_input: Callable[[InputRef], PinnedInput] = open_pinned,
+    router: RuleRouter | None = None,
+) -> InputEstimate:
     """Estimate the job's plan without writing it. Raises as `plan_job`."""
     watched = open_input(job.input)
     with _of_this_input(watched):
-        found = measure(
-            open_source(watched.files(), job.input.format, job.settings.limits, _default_model(job)), job, world
-        )
+        source = open_source(watched.files(), job.input.format, job.settings.limits, job.only_model)
+        found = measure(source, job, world, routing=model_routing(job, world, router))
     watched.check()
     return found
 
 
-def _default_model(job: Job) -> str | None:
-    """The model of Parquet rows that name none: the job's, when it has only one."""
-    return job.models[0].name if len(job.models) == 1 else None
+def model_routing(job: Job, world: World, router: RuleRouter | None = None) -> ModelRouting:
+    """The rules of the job's virtual models, for the planner. Conditions on time and load are decided when a row is
+    planned."""
+    router = router or RuleRouter()
+    virtual_models = {virtual.name: virtual for virtual in job.settings.virtual_models or ()}
+    keys = {pin.name: pin.key for pin in job.models}
+
+    def choose(name: str, requests: Sequence[tuple[Body, int]]) -> Sequence[str]:
+        now = world.clock.now()
+        routed = [RoutedRequest(body, tokens, job.tenant, job.tier, now) for body, tokens in requests]
+        return router.choose(virtual_models[name], keys, routed)
+
+    return choose
 
 
 def fail_job(ledger: JobLedger, job: Job, world: World, code: str, message: str) -> None:

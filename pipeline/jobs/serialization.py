@@ -47,7 +47,7 @@ def serialize_job(ledger: JobLedger, summary: JobSummary | None = None) -> Batch
         id=ledger.name or job.id,
         status=status,
         endpoint=job.settings.url,
-        model=job.models[0].name if len(job.models) == 1 else None,
+        model=job.only_model,
         created_at=int(job.created_at.timestamp()),
         in_progress_at=unix_time(progress.started_at if progress is not None else None),
         expires_at=unix_time(job.deadline),

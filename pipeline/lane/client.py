@@ -66,7 +66,8 @@ class _Call:
 class LaneCalls:
     """Calls over one lane. One thread calls `turn`; any may start and cancel calls.
 
-    Each call ends with an `EndEvent` or an `ErrorEvent`, always, unless it is cancelled. If a worker or the lane lost
+    Each call ends with an `EndEvent` or an `ErrorEvent`, always, unless it is cancelled. A `HandBackEvent` names the
+    other model to which a content policy sent the request. If a worker or the lane lost
     the request it is sent again with the received tokens; the events continue without a gap.
 
     Args:
@@ -242,6 +243,7 @@ class LaneCalls:
             yield self._fail(call, ROUTE_LOOP, message, 500)
         else:
             self._resend(call, "routed to another model", route=event.route)
+            yield event
 
     def _lost(self, call: _Call) -> Iterator[LaneEvent]:
         call.losses += 1

@@ -391,6 +391,17 @@ METRICS: Final = (
         "one because that one had its share (bound), of any worker (general), or of any decode worker (decode).",
         ("route",), _GATEWAY,
     ),
+    Metric(
+        "tokenmill_virtual_model_requests_total", "counter",
+        "Interactive requests to virtual models, by the model that their rules chose (served_by).",
+        ("model", "served_by"), _GATEWAY,
+    ),
+    Metric(
+        "tokenmill_routing_label_failures_total", "counter",
+        "Requests and rows that got the last rule's model, because this classification model gave them no label in "
+        "time.",
+        ("model",), ("dispatcher", "gateway"),
+    ),
     # -- ingest
     Metric(
         "tokenmill_intake_jobs_total", "counter",

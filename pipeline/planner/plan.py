@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipeline.planner.ports import (
     InvalidInput,
+    ModelRouting,
     PlanMismatch,
     PlanSink,
     PlanSummary,
@@ -40,6 +41,7 @@ def plan(
     attempt: str,
     counter: TokenCounter | None = None,
     max_segments: int | None = None,
+    routing: ModelRouting | None = None,
 ) -> PlanSummary:
     """Plan a job: the whole plan is in the sink when this returns.
 
@@ -49,13 +51,15 @@ def plan(
         attempt: id of this planner's attempt, under which the sink stores shards.
         counter: counts tokens of a sample of the first segment's prompts; None: a rule of thumb.
         max_segments: return when so many segments are committed. A job that invalid lines stop is planned as a whole.
+        routing: chooses the models of requests to virtual ones; not needed for a job without any.
     Raises:
         InputError: the input can't be read.
         InvalidInput: lines are invalid and the job's `on_invalid` is "job"; no segment was committed.
         PlanMismatch: a committed segment covers other lines than it would here.
     """
     with tempfile.TemporaryDirectory(prefix="plan-", dir=world.scratch) as folder:
-        return _PlannerRun(source, job, sink, world, attempt, TokenEstimator(counter), Path(folder)).run(max_segments)
+        estimator = TokenEstimator(counter)
+        return _PlannerRun(source, job, sink, world, attempt, estimator, Path(folder), routing).run(max_segments)
 
 
 def limited(batches: Iterator[SourceBatch], limit: int | None) -> Iterator[SourceBatch]:
@@ -83,6 +87,7 @@ class _PlannerRun:
         attempt: str,
         estimator: TokenEstimator,
         folder: Path,
+        routing: ModelRouting | None,
     ) -> None:
         self._source = source
         self._job = job
@@ -91,7 +96,7 @@ class _PlannerRun:
         self._attempt = attempt
         self._estimator = estimator
         self._folder = folder
-        self._validator = Validator(job, SeenIds(folder), estimator)
+        self._validator = Validator(job, SeenIds(folder), estimator, routing=routing)
         self._errors: list[JobError] = []
         self._invalid = 0
         self._sizes = SegmentSizes.of(job.settings.plan)

@@ -3,7 +3,7 @@ planner itself is a pure function of the input and the job."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
@@ -14,9 +14,15 @@ from pipeline.ports import PipelineError
 from schemas.jobs.outcome import JobError
 from schemas.jobs.plan import PlanSegment
 from schemas.requests.errors import RowError
+from schemas.requests.parsing import Body
 
 TokenCounter = Callable[[str], int]
 """Counts the tokens of a text with the job's tokenizer."""
+
+
+ModelRouting = Callable[[str, Sequence[tuple[Body, int]]], Sequence[str]]
+"""Chooses the model of each of these requests to a virtual model: takes its name, and bodies with the estimated tokens
+of their longest prompts; returns names of the job's pinned models."""
 
 
 class InputError(PipelineError):

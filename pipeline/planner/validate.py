@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from operator import attrgetter
 from typing import NamedTuple
 
-from pipeline.planner.ports import SourceBatch, SourceRow
+from pipeline.planner.ports import ModelRouting, SourceBatch, SourceRow
 from pipeline.planner.prefix_chain import PrefixChain, prefix_chain, prompt_bytes
 from pipeline.planner.rejected_lines import RejectedLine
 from pipeline.planner.seen_ids import SeenIds
-from pipeline.planner.tokens import TokenEstimator
+from pipeline.planner.tokens import PromptTokens, TokenEstimator
 from schemas.jobs.job import Job
 from schemas.requests.dialects.registry import DIALECTS, translate_error
 from schemas.requests.errors import RowError, RowErrorCode
@@ -24,6 +25,7 @@ from schemas.requests.parsing import (
     Body,
     ChatBody,
     GenerationBody,
+    RequestLine,
     dump_body,
     parse_body,
     parse_line,
@@ -72,6 +74,18 @@ class _Answer(NamedTuple):
     certain_tokens: int
 
 
+class _ReadRow(NamedTuple):
+    """A parsed line, before its model is chosen. `position`: in its batch; `prompt`, `ends`: see `prompt_bytes`."""
+
+    position: int
+    source: SourceRow
+    line: RequestLine
+    body: Body
+    prompt: bytes
+    ends: tuple[int, ...]
+    prompt_tokens: PromptTokens
+
+
 @dataclass(slots=True)
 class CheckedBatch:
     """One batch, split into valid and rejected lines; both in input order. `unselected`: number of lines left out."""
@@ -81,6 +95,14 @@ class CheckedBatch:
     rejected: list[RejectedLine] = field(default_factory=list)
     unselected: int = 0
 
+    def reject(self, position: int, source: SourceRow, error: RowError) -> None:
+        """Add an invalid line; `position`: in the batch."""
+        name = self.batch.name
+        message = f"{name}: {error.message}" if name else error.message
+        located = RowError(error.code, message, param=error.param, line=source.line)
+        custom_id, model = _inner(source.value, "custom_id"), _inner(source.value, "body", "model")
+        self.rejected.append(RejectedLine(position, source.row, custom_id, model, located))
+
 
 class Validator:
     """Checks the lines of one job, in order. `seen`: index of the job's custom_ids.
@@ -88,42 +110,69 @@ class Validator:
     Args:
         max_model_len: tokens of the model's context, if it is known: requests that can't fit are refused, as by the
             worker.
+        routing: chooses the models of requests to virtual ones.
     """
 
-    def __init__(self, job: Job, seen: SeenIds, estimator: TokenEstimator, *, max_model_len: int | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        seen: SeenIds,
+        estimator: TokenEstimator,
+        *,
+        max_model_len: int | None = None,
+        routing: ModelRouting | None = None,
+    ) -> None:
         self._settings = job.settings
         self._max_model_len = max_model_len
-        self._models = [model.name for model in job.models]
+        self._virtual = {virtual.name for virtual in job.settings.virtual_models or ()}
+        self._routing = routing
+        models = [model.name for model in job.models]
+        only = job.settings.model
+        self._names = [*models, *self._virtual] if only is None else [only]
         self._defaults = {model.name: model.sampling_defaults for model in job.models}
         self._seen = seen
         self._estimator = estimator
         self._selected = None if job.settings.rows is None else job.settings.rows.mask()
         self._keys = {
             (model, url): blake2b(f"{url}\x00{model}".encode(), digest_size=16).digest()
-            for model in self._models
+            for model in models
             for url in BODIES
         }
 
     def check(self, batch: SourceBatch) -> CheckedBatch:
         checked = CheckedBatch(batch)
         repeated = self._repeated(batch)
+        read: list[_ReadRow] = []
         for position, source in enumerate(batch.rows):
             if not self._is_selected(source.row):
                 checked.unselected += 1
                 continue
-            value = source.value
             try:
-                if isinstance(value, RowError):
-                    raise value
+                if isinstance(source.value, RowError):
+                    raise source.value
                 if source.row in repeated:
                     raise repeated[source.row]
-                checked.valid.append(self._request(position, source))
+                read.append(self._read(position, source))
             except RowError as error:
-                message = f"{batch.name}: {error.message}" if batch.name else error.message
-                located = RowError(error.code, message, param=error.param, line=source.line)
-                model = _inner(value, "body", "model")
-                checked.rejected.append(RejectedLine(position, source.row, _inner(value, "custom_id"), model, located))
+                checked.reject(position, source, error)
+        for row, model in zip(read, self._choose_models(read), strict=True):
+            try:
+                checked.valid.append(self._request(row, model))
+            except RowError as error:
+                checked.reject(row.position, row.source, error)
+        checked.rejected.sort(key=attrgetter("position"))
         return checked
+
+    def _choose_models(self, rows: list[_ReadRow]) -> list[str]:
+        """The model that answers each row: the one that it names, or the choice of a virtual one's rules."""
+        chosen = [row.body.model for row in rows]
+        for name in self._virtual & set(chosen):
+            assert self._routing is not None, "a job with virtual models is planned with their rules"
+            at = [index for index, model in enumerate(chosen) if model == name]
+            requests = [(rows[index].body, rows[index].prompt_tokens.longest) for index in at]
+            for index, model in zip(at, self._routing(name, requests), strict=True):
+                chosen[index] = model
+        return chosen
 
     def _is_selected(self, row: int) -> bool:
         """Whether the job answers the row. The custom_ids of rows that it leaves out count as used all the same."""
@@ -148,36 +197,40 @@ class Validator:
             if first is not None
         }
 
-    def _request(self, position: int, source: SourceRow) -> ValidRow:
+    def _read(self, position: int, source: SourceRow) -> _ReadRow:
         line = parse_line(source.value, self._settings.limits)
         if self._settings.url not in (None, line.url):
             message = f"url is {line.url!r}, but this job's endpoint is {self._settings.url}; submit the line elsewhere"
             raise RowError(RowErrorCode.UNSUPPORTED_URL, message, param="url")
         body = parse_body(line.url, line.body, self._settings.limits)
-        if body.model not in self._models:
-            known = ", ".join(self._models)
+        if body.model not in self._names:
+            known = ", ".join(self._names)
             message = f"model {body.model[:80]!r} is not one of this job's models ({known}); name one of them, "
             message += f"or run with --model {body.model[:80]}=MODEL"
             raise RowError(RowErrorCode.MODEL_NOT_FOUND, message, param="model")
-        defaults = self._defaults[body.model]
-        body = fill_in(body, defaults)
         prompt, ends = prompt_bytes(body)
         prompt_tokens = self._estimator.prompt_tokens(body, len(prompt))
+        return _ReadRow(position, source, line, body, prompt, ends, prompt_tokens)
+
+    def _request(self, row: _ReadRow, model: str) -> ValidRow:
+        line, prompt_tokens = row.line, row.prompt_tokens
+        defaults = self._defaults[model]
+        body = fill_in(row.body, defaults)
         try:
             limit = answer_limit(defaults, self._settings.default_max_tokens)
             longest, total = self._cut(body, prompt_tokens.longest, prompt_tokens.total, limit)
             answer = self._answer(body, longest, limit)
         except RowError as error:
             raise translate_error(line.url, error) from None
-        key = self._keys[body.model, line.url]
+        key = self._keys[model, line.url]
         stored, same = stored_and_hash(line.url, body)
         return ValidRow(
-            position=position,
-            row=source.row,
+            position=row.position,
+            row=row.source.row,
             custom_id=line.custom_id,
             url=line.url,
             body=stored,
-            model=body.model,
+            model=model,
             request_hash=same,
             shareable=answer.shareable,
             choices=answer.choices,
@@ -185,7 +238,7 @@ class Validator:
             expected_tokens=answer.expected_tokens,
             max_tokens=answer.max_tokens,
             certain_tokens=answer.certain_tokens,
-            chain=prefix_chain(prompt, ends, key, self._settings.plan.min_prefix_bytes),
+            chain=prefix_chain(row.prompt, row.ends, key, self._settings.plan.min_prefix_bytes),
         )
 
     def _cut(self, body: Body, longest: int, total: int, default_limit: int) -> tuple[int, int]:

@@ -99,7 +99,7 @@ def committed_tokens(rows: pa.Table) -> Usage:
 
 def shard_results(rows: pa.Table, shard: pa.Table) -> pa.Table:
     """The table of a part: `rows` (`RESULT_FIELDS`, other columns are dropped) sorted by row, with the columns that
-    `shard` carries through.
+    `shard` carries through. `served_by` is the shard's model in rows that a worker has taken.
 
     Raises:
         RowsMismatch: `rows` are not exactly one for each row of `shard`, with its custom_id.
@@ -108,6 +108,9 @@ def shard_results(rows: pa.Table, shard: pa.Table) -> pa.Table:
     names = [name for name in shard.column_names if name not in {field.name for field in SHARD_FIELDS}]
     requested = shard.select(["row", "custom_id", *names]).sort_by("row")
     _check_rows(results, requested)
+    served_by = pc.if_else(pc.is_valid(results["started_at"]), shard.sort_by("row")["model"], None)
+    at = results.schema.get_field_index("served_by")
+    results = results.set_column(at, results.schema.field(at), served_by)
     for name in names:
         results = results.append_column(requested.schema.field(name), requested[name])
     return results

@@ -29,6 +29,7 @@ RESULT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("reasoning", pa.string()),
     pa.field("truncated_tokens", pa.int32()),
     pa.field("content_policies", pa.string()),
+    pa.field("served_by", pa.string()),  # the model that computed the row; `model` is the requested name
 )
 
 SHARD_FIELDS: tuple[pa.Field, ...] = (

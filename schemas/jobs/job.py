@@ -15,6 +15,7 @@ from schemas.models import ModelPin
 from schemas.requests.limits import Limits, PlanSettings
 from schemas.requests.truncation import TruncatePrompt
 from schemas.stored import StoredModel
+from schemas.virtual_models import VirtualModel
 
 MetadataKey = Annotated[str, Field(min_length=1, max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
@@ -49,6 +50,10 @@ class JobSettings(StoredModel):
         url: of all requests; a request with another is invalid. None: each request has its own.
         content_policies: the fingerprint of the job's own policies, as `run` sets them; None: it has none. In a root
             the workers' settings decide.
+        model: of requests that name none, and the only name that requests may use; None: the names of the pinned and
+            the virtual models, and the pinned one if there is only one.
+        virtual_models: names that requests may use besides those of the pinned models, with their rules; the rules'
+            models are pinned. None: there are none.
     """
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
@@ -60,6 +65,8 @@ class JobSettings(StoredModel):
     truncate_prompt: TruncatePrompt | None = None
     url: Annotated[str, Field(max_length=256)] | None = None
     content_policies: Annotated[str, Field(max_length=64)] | None = None
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    virtual_models: tuple[VirtualModel, ...] | None = None
     limits: Limits = Limits()
     plan: PlanSettings = PlanSettings()
 
@@ -96,7 +103,16 @@ class Job(StoredModel):
         names = [model.name for model in self.models]
         if len(set(names)) != len(names):
             raise ValueError(f"models are pinned twice: {names}")
+        for virtual in self.settings.virtual_models or ():
+            if missing := set(virtual.models) - set(names):
+                raise ValueError(f"{virtual.name}: its models {', '.join(sorted(missing))} are not pinned")
         return self
+
+    @property
+    def only_model(self) -> str | None:
+        """The model of requests that name none; None: there are several."""
+        names = [*(model.name for model in self.models), *(one.name for one in self.settings.virtual_models or ())]
+        return names[0] if self.settings.model is None and len(names) == 1 else self.settings.model
 
     def model_named(self, name: str) -> ModelPin | None:
         """The pin that requests with this `model` run on."""

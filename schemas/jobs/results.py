@@ -44,6 +44,7 @@ class ResultRow:
         truncated_tokens: that the prompts lost, which were too long; None: none.
         content_policies: the verdicts of content policies as JSON (`schemas.requests.policy_report`); None: all of its
             texts simply passed.
+        served_by: name of the model of the worker that took the row; filled when its part is made.
     """
 
     custom_id: str | None
@@ -67,6 +68,7 @@ class ResultRow:
     reasoning: str | None = None
     truncated_tokens: int | None = None
     content_policies: str | None = None
+    served_by: str | None = None
 
     @classmethod
     def from_error(

@@ -61,6 +61,7 @@ from schemas.requests.policy_report import ContentVerdict, PolicyReport
 from schemas.settings.autoscaling import PoolMemory, StoredScaling
 from schemas.settings.releases import ReleaseRules
 from schemas.stored import StoredModel
+from schemas.virtual_models import Between, Conditions, LabelCondition, Rule, VirtualModel
 from schemas.workers.heartbeat import StoredHeartbeat
 from schemas.workers.lane import (
     EndEvent,
@@ -140,6 +141,21 @@ RECORDS: dict[str, StoredModel] = {
         cost=0.5, tokens_left=9, eta=NOON, started_at=NOON, as_of=NOON,
     ),
     "catalog-entry": ENTRY,
+    "virtual-model": VirtualModel(
+        name="auto",
+        rules=(
+            Rule(
+                model="large",
+                when=Conditions(
+                    prompt_tokens=Between(min=2_000), languages=("de", "en"), tiers=("interactive",),
+                    hours="06:00-22:00", max_waiting_requests=4.0,
+                    label=LabelCondition(model="difficulty", labels=("hard",), min_score=0.5),
+                ),
+            ),
+            Rule(model="small"),
+        ),
+        published_at=NOON,
+    ),
     "attempt": AttemptRecord(attempt=1, attempt_id="a", worker="w", session="s", started_at=NOON),
     "note": NoteRecord(rows=(1, 2)),
     "end": EndRecord(attempt_id="a", generated=5, worked=WORKED),

@@ -1,4 +1,4 @@
-"""`tokenmill models`: listing and pulling models in the local cache."""
+"""`tokenmill models`: listing and pulling models in the local cache, and the virtual models of a root."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Annotated, Any
 import typer
 
 from tokenmill import output
+from tokenmill.commands import routes
 from tokenmill.config.cli_options import Debug, EngineOption, Json
 from tokenmill.errors import EXIT_USAGE, ModelError
 from tokenmill.models import sources
 from tokenmill.settings import read_settings
 
 app = typer.Typer(
-    help="Models in the local cache: list them, pull more, show what computes one.", rich_markup_mode=None
+    help="Models in the local cache: list them, pull more, show what computes one. Virtual models of a root.",
+    rich_markup_mode=None,
 )
+app.add_typer(routes.app, name="route", short_help="Virtual models of a root.")
 
 
 @app.callback(invoke_without_command=True)

@@ -135,6 +135,7 @@ def serve(
     from tokenmill.services.backends import in_process_backends
     from tokenmill.services.gateway import GatewayService
     from tokenmill.services.service_parts import dispatcher_part, folder_part, housekeeping_part
+    from tokenmill.services.virtual_models import job_router
     from tokenmill.services.worker import WorkerService
 
     settings = read_settings()
@@ -173,7 +174,8 @@ def serve(
             f"serving {', '.join(worker_service.models)}: {gateway.url}/v1, and files dropped into {incoming}; "
             "Ctrl-C ends in order"
         )
-        dispatching = dispatcher_part(root, backends, settings, metrics, price, "serve", log_format)
+        router = job_router(root.world, backends.heartbeats, backends.lane, gateway.route_counts)
+        dispatching = dispatcher_part(root, backends, settings, metrics, price, "serve", log_format, router)
         housekeeping = housekeeping_part(root, backends, settings)
         parts = {"dispatcher": dispatching, "folder": folders, "housekeeping": housekeeping}
         with metrics_served(settings, metrics_port, *gateway.sources):
@@ -282,6 +284,7 @@ def dispatcher(
     from tokenmill.root import open_root
     from tokenmill.services.backends import redis_backends
     from tokenmill.services.service_parts import backlog_part, dispatcher_part, housekeeping_part
+    from tokenmill.services.virtual_models import job_router
 
     settings = read_settings()
     report_up = log_to_stderr(logging.INFO, log_format or settings.log_format, "dispatcher")
@@ -294,12 +297,14 @@ def dispatcher(
         report_up(f"dispatching for {root.url}")
         price = price_of_worker(settings, price_per_hour)
         metrics = DispatchMetrics()
-        dispatching = dispatcher_part(root, backends, settings, metrics, price, log_format=log_format)
+        router = job_router(root.world, backends.heartbeats, backends.lane)
+        dispatching = dispatcher_part(root, backends, settings, metrics, price, log_format=log_format, router=router)
         sources = (
             metric_collectors.dispatching(metrics, root.world.clock),
             metric_collectors.workers(backends.heartbeats, each=False),
             metric_collectors.prices(backends.heartbeats, price),
             metric_collectors.unexpected_errors(root.world.errors),
+            metric_collectors.virtual_models(router.counts),
         )
         rollouts = RolloutController(root.world)
         parts = {

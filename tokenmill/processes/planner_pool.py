@@ -14,7 +14,7 @@ import json
 import signal
 import subprocess
 import threading
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from pydantic import TypeAdapter
@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 from pipeline.jobs.planning import PlanningCancelled, PlanningFailed, PlanOutcome
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import Clock, PipelineError
+from pipeline.routing.rules import RuleRouter
 from tokenmill.processes.logging import LogFormat
 from tokenmill.processes.planner_process import END_SECONDS, EXIT_STOPPED, end_planner, start_planner
 
@@ -54,11 +55,20 @@ class PlannerPool:
         root: the root's URL.  command: in the processes' logs and traces.
         memory_bytes: memory limit of one process.
         stuck_seconds: a process that reports no progress for so long is killed.
+        router: gives the processes loads and labels for the rules of virtual models.
     """
 
     def __init__(
-        self, root: str, command: str, log_format: LogFormat, memory_bytes: int, stuck_seconds: float, clock: Clock
+        self,
+        root: str,
+        command: str,
+        log_format: LogFormat,
+        memory_bytes: int,
+        stuck_seconds: float,
+        clock: Clock,
+        router: RuleRouter | None = None,
     ) -> None:
+        self._router = router or RuleRouter()
         self._task = {"root": root, "command": command, "log_format": log_format, "memory_bytes": memory_bytes}
         self._memory_bytes = memory_bytes
         self._stuck_seconds = stuck_seconds
@@ -77,7 +87,8 @@ class PlannerPool:
             PlanningCancelled: `cancel` ended it.
             PipelineError: no process could be started, or the job can't be planned now. This is no failure of the job.
         """
-        attempt = self._send(ledger.name, {"job": ledger.name, "in_time": in_time})
+        loads = {key: asdict(load) for key, load in self._router.loads().items()}
+        attempt = self._send(ledger.name, {"job": ledger.name, "in_time": in_time, "loads": loads})
         answer = self._answer(attempt)
         with self._lock:  # from here on neither `cancel` nor `end_stuck` finds the process, which may plan another job
             del self._attempts[ledger.name]
@@ -178,10 +189,22 @@ class PlannerPool:
         return process
 
     def _answer(self, attempt: _Attempt) -> dict[str, Any] | None:
-        """The result of planning, after the progress reports; None: the process has ended."""
-        while (answer := self._read(attempt)) is not None and "progress" in answer:
-            pass
+        """The result of planning, after progress reports and questions for labels; None: the process has ended."""
+        while (answer := self._read(attempt)) is not None:
+            if "classify" in answer:
+                self._give_labels(attempt, answer["classify"])
+            elif "progress" not in answer:
+                break
         return answer
+
+    def _give_labels(self, attempt: _Attempt, asked: dict[str, Any]) -> None:
+        """Send the labels that a process asks for, or null."""
+        labels = self._router.classify(asked["model"], asked["texts"], asked["timeout_seconds"])
+        attempt.progress_at = self._clock.monotonic()
+        assert attempt.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died; the next line says so
+            attempt.process.stdin.write(json.dumps({"labels": labels}) + "\n")
+            attempt.process.stdin.flush()
 
     def _read(self, attempt: _Attempt) -> dict[str, Any] | None:
         """The next line of the process; None: it has ended."""

@@ -33,6 +33,8 @@ from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.jobs.planning import plan_job, plan_open_job
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import PipelineError, World
+from pipeline.routing.loads import ModelLoad
+from pipeline.routing.rules import RuleRouter
 from schemas.jobs.inputs import InputRef
 from schemas.jobs.plan import PlanSegment
 from tokenmill.config.inputs import open_input
@@ -195,7 +197,8 @@ def _plan_folder(folder: Path, inputs: InputRef) -> None:
 
 def _plan_jobs(task: dict[str, Any], lines: SimpleQueue[str]) -> None:
     """Plan jobs of a root as they are requested, one at a time. Stdout gets one line when the root is open, lines with
-    `progress` while a job is planned, and one with its outcome."""
+    `progress` while a job is planned, or with `classify` and texts, whose labels are the next line of stdin, and one
+    with its outcome."""
     answers = _Answers(os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8"))
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     log_to_stderr(logging.INFO, task["log_format"], task["command"])
@@ -209,8 +212,12 @@ def _plan_jobs(task: dict[str, Any], lines: SimpleQueue[str]) -> None:
         ends = False
         while not ends:
             request = json.loads(lines.get())
+            loads = {key: ModelLoad(**load) for key, load in request["loads"].items()}
+            router = RuleRouter(partial(dict, loads), _ParentsClassifier(answers, lines))
             try:
-                outcome = plan_open_job(root.ledger(request["job"]), world, open_input, in_time=request["in_time"])
+                outcome = plan_open_job(
+                    root.ledger(request["job"]), world, open_input, in_time=request["in_time"], router=router
+                )
                 answer = asdict(outcome)
             except PipelineError as error:
                 answer = {"later": str(error)}
@@ -223,6 +230,20 @@ def _plan_jobs(task: dict[str, Any], lines: SimpleQueue[str]) -> None:
                 }
             ends = ends or data_bytes() > limit // 2  # leftover memory of this job must not fail the next one
             answers.write(answer | {"ends": ends})
+
+
+class _ParentsClassifier:
+    """Classification models, which the parent asks: its lane may be its own memory."""
+
+    def __init__(self, answers: _Answers, lines: SimpleQueue[str]) -> None:
+        self._answers = answers
+        self._lines = lines
+
+    def classify(self, model: str, texts: Sequence[str], timeout_seconds: float) -> list[tuple[str, float]] | None:
+        """See `Classifier`."""
+        self._answers.write({"classify": {"model": model, "texts": texts, "timeout_seconds": timeout_seconds}})
+        labels = json.loads(self._lines.get())["labels"]
+        return None if labels is None else [(label, score) for label, score in labels]
 
 
 class _Answers:

@@ -55,7 +55,8 @@ class SharedBackends:
 
 
 class GatewayService:
-    """The parts of HTTP, which listen at `url` already; `sources` are the metrics at `/metrics`.
+    """The parts of HTTP, which listen at `url` already; `sources` are the metrics at `/metrics`. `route_counts`: the
+    choices of virtual models' rules.
 
     Args:
         shared: state shared with other gateways; None: there are none.
@@ -101,6 +102,7 @@ class GatewayService:
         from pipeline.lane.client import CallSettings
         from pipeline.lane.placement import LatencyTargets
         from pipeline.lane.prefix_router import PrefixRouter
+        from tokenmill.services.virtual_models import model_resolver
 
         keys = ApiKeys(root.world)
         _check_open(settings, host, keys.has_keys())
@@ -120,7 +122,10 @@ class GatewayService:
             if routing.by_prefix
             else None
         )
+        resolver = model_resolver(root.world, backends.heartbeats, backends.lane)
+        self.route_counts = resolver.router.counts
         self.sources: list[Source] = [
+            metric_collectors.virtual_models(self.route_counts),
             metric_collectors.workers(backends.heartbeats, each=settings.metrics.workers),
             dispatching or metric_collectors.installation(status),
             metric_collectors.http(http_metrics),
@@ -143,7 +148,7 @@ class GatewayService:
         )
         cache = _cache(root, settings.gateway.cache, shared.answers)
         self._request_builder = InferenceRequestBuilder(
-            root.world, _inference_settings(settings), self._parts.rates, cache
+            root.world, _inference_settings(settings), self._parts.rates, cache, resolver
         )
         self._streams = StreamSettings(buffer_bytes=settings.gateway.max_stream_buffer_bytes)
         # The poll interval bounds the delay of a new request, which waits until the poll of the others ends.

@@ -133,11 +133,13 @@ def kafka_connection(options: KafkaOptions) -> KafkaConnection:
 
 def _celery(root: Root, settings: Settings) -> Part:
     from pipeline.adapters.redis.connection import RedisSettings
+    from pipeline.adapters.redis.heartbeats import RedisHeartbeats
     from pipeline.ingest.celery.generate_task import GenerateCalls, GenerateSettings
     from pipeline.ingest.celery.ingest_worker import CeleryIngestSettings, CeleryIngestWorker
     from pipeline.ingest.celery.tasks import CeleryTasks, TaskSettings
     from pipeline.lane.redis import RedisLane
-    from pipeline.models.catalog import Catalog
+    from tokenmill.services.backends import SILENCE
+    from tokenmill.services.virtual_models import model_resolver
 
     broker = settings.broker_url or settings.redis_url
     if broker is None:
@@ -158,19 +160,23 @@ def _celery(root: Root, settings: Settings) -> Part:
     )
     if settings.redis_url is None:
         return lambda stop: CeleryIngestWorker(tasks, ingest, root.world).run(stop)
-    lane = RedisLane(RedisSettings(settings.redis_url.get_secret_value()), root.world.clock, settings.lane.limits)
+    connection = RedisSettings(settings.redis_url.get_secret_value())
+    lane = RedisLane(connection, root.world.clock, settings.lane.limits)
+    heartbeats = RedisHeartbeats(connection, lifetime=SILENCE)
+    models = model_resolver(root.world, heartbeats, lane)
     limits = GenerateSettings(
         max_timeout_seconds=options.generate_timeout_seconds,
         max_waiting=options.max_concurrent_generates,
         default_model=settings.default_model,
         limits=settings.limits,
     )
-    generating = GenerateCalls(lane, Catalog(root.world.store), root.world.clock, limits, root.world.traces)
+    generating = GenerateCalls(lane, models, root.world.clock, limits, root.world.traces)
 
     def run(stop: threading.Event) -> None:
         try:
             CeleryIngestWorker(tasks, ingest, root.world, generating).run(stop)
         finally:
+            heartbeats.close()
             lane.close()
 
     return run

@@ -18,6 +18,7 @@ from pipeline.ingest.files.folder_inbox import INCOMING, FolderInbox
 from pipeline.ingest.files.source import FileIngestSource
 from pipeline.ingest.files.watcher import FileIngestWatcher, WatchSettings
 from pipeline.maintenance.scheduler import RetentionScheduler, RetentionSchedulerSettings
+from pipeline.routing.rules import RuleRouter
 from pipeline.runtime.inline_executor import MAX_BACKGROUND_REQUESTS, MAX_CONCURRENT_REQUESTS
 from pipeline.scaling.autoscaler import Autoscaler
 from pipeline.scaling.backlog import BacklogReader
@@ -41,9 +42,11 @@ def dispatcher_part(
     price_per_hour: float | None = None,
     command: str = "dispatcher",
     log_format: LogFormat | None = None,
+    router: RuleRouter | None = None,
 ) -> Part:
     """The dispatcher: it finds open jobs, plans them, dispatches their shards, and ends them. It updates `metrics`.
-    `command`, `log_format`: of the planner processes."""
+    `command`, `log_format`: of the planner processes. `router`: applies the rules of virtual models; None: one without
+    loads and labels."""
     limits = settings.spending
     dispatching = DispatchSettings(
         settle_seconds=backends.settle, weights=settings.tenant_weights, isolate=True, price_per_hour=price_per_hour,
@@ -63,7 +66,7 @@ def dispatcher_part(
             planning = JobControllerSettings(planners=settings.planners)
             planner = PlannerPool(
                 root.url, command, log_format or settings.log_format,
-                settings.planner_memory_bytes, settings.planner_stuck_seconds, root.world.clock,
+                settings.planner_memory_bytes, settings.planner_stuck_seconds, root.world.clock, router,
             )  # fmt: skip
             JobController(root.world, dispatcher, settings=planning, lease=backends.lease, planner=planner).run(stop)
 

@@ -81,7 +81,8 @@ class ShardReader:
             else:
                 assert line.error is not None
                 report = NO_REPORT if line.guard is None else line.guard.report
-                rejected.append(RejectedRow(line.names, line.model, line.error, now, now, report))
+                requested = line.model if line.parsed is None else line.parsed.model
+                rejected.append(RejectedRow(line.names, requested, line.error, now, now, report))
         return PreparedShard(work, tuple(waiting), tuple(rejected))
 
     def _rules(self, work: ShardWork) -> JobRules:

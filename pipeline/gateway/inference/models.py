@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.response_models import Model, ModelExtension, ModelList
+from pipeline.gateway.response_models import Model, ModelExtension, ModelList, VirtualModelExtension
 from pipeline.models.catalog import Catalog
+from pipeline.models.virtual_models import VirtualModels
 from pipeline.ports import ObjectStore
 from schemas.jobs.batch import unix_time
 from schemas.models import CatalogEntry
+from schemas.virtual_models import VirtualModel
 
 
 class ServedModels:
@@ -15,19 +17,38 @@ class ServedModels:
 
     def __init__(self, store: ObjectStore) -> None:
         self._catalog = Catalog(store)
+        self._virtual = VirtualModels(store)
 
     def page(self) -> ModelList:
         """The list of all models."""
-        return ModelList(data=[_response(entry) for entry in self._catalog.entries()])
+        served = [_response(entry) for entry in self._catalog.entries()]
+        names = {model.id for model in served}
+        virtual = [self._describe(one) for one in self._virtual.all() if one.name not in names]
+        return ModelList(data=served + [one for one in virtual if one is not None])
 
     def get(self, name: str) -> Model:
         """The model with this name; raises `ApiError` (404)."""
         entry = self._catalog.find(name)
         if entry is None:
+            virtual = self._virtual.find(name)
+            if virtual is not None and (described := self._describe(virtual)) is not None:
+                return described
             known = ", ".join(other.pin.name for other in self._catalog.entries()) or "none yet: start a worker"
             message = f"model {name[:80]!r} is not served here ({known})"
             raise ApiError(404, "model_not_found", message, param="model")
         return _response(entry)
+
+    def _describe(self, virtual: VirtualModel) -> Model | None:
+        """A virtual model, with the shortest context of its models; None: none of them is in the catalog any more."""
+        entries = [entry for name in virtual.models if (entry := self._catalog.find(name)) is not None]
+        if not entries:
+            return None
+        return Model(
+            id=virtual.name,
+            created=unix_time(virtual.published_at) or 0,
+            max_model_len=min(entry.max_model_len for entry in entries),
+            tokenmill=VirtualModelExtension(models=list(virtual.models)),
+        )
 
 
 def _response(entry: CatalogEntry) -> Model:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -20,9 +19,10 @@ from pipeline.gateway.inference.service_tier import take_service_tier
 from pipeline.gateway.limits.admission import AdmittedRequest, RateLimiter
 from pipeline.ingest.validation import first_mistake
 from pipeline.lane.dialects import lane_url, rewrite_response, translate_event
-from pipeline.models.catalog import Catalog
+from pipeline.models.virtual_models import ModelResolver
 from pipeline.planner.tokens import DEFAULT_TOKENS_PER_BYTE
 from pipeline.ports import World
+from pipeline.routing.requests import RoutedRequest, estimate_prompt_tokens
 from pipeline.tracing import current_traceparent
 from schemas.jobs.job import Tier
 from schemas.models import CatalogEntry
@@ -42,10 +42,8 @@ from schemas.requests.tokenizing import (
     counted_chat,
     parse_tokenizing,
 )
+from schemas.virtual_models import VirtualModel
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
-
-_CATALOG_CACHE_SECONDS: Final = 5.0
-_MAX_CACHED_MODELS: Final = 1_000
 
 
 class Extension(BaseModel):
@@ -100,7 +98,8 @@ class InferenceRequest:
 
     Attributes:
         url: of the HTTP request.  body: its checked body; a dialect's is the chat's.
-        model: as the body names it.  stream: the response is a stream.  include_usage: at the end of the stream.
+        model: as the body names it.  served_by: the name of the model that answers it, in the catalog.
+        stream: the response is a stream.  include_usage: at the end of the stream.
         resume: seconds for which an interrupted stream can be resumed.
         ticket: the rate-limit tokens and slots that the request holds.
         cache_key: of its response; None: the response cache isn't used.
@@ -112,6 +111,7 @@ class InferenceRequest:
     url: str
     body: Body | TokenizeBody | DetokenizeBody
     model: str
+    served_by: str
     stream: bool = False
     include_usage: bool = False
     resume: float = 0.0
@@ -127,8 +127,10 @@ class InferenceRequest:
         return {"service_tier": self.service_tier} if is_echoed else {}
 
     def rewrite(self, response: dict[str, Any]) -> dict[str, Any]:
-        """The complete response in the format of the request's url."""
-        return rewrite_response(self.url, self.body, response) | extension_of(response) | self.added_fields
+        """The complete response in the format of the request's url, with the model's name from the request unless a
+        content policy sent it to another model."""
+        plain = response | {"model": self.model} if response.get("model") == self.served_by else response
+        return rewrite_response(self.url, self.body, plain) | extension_of(response) | self.added_fields
 
     def translate(self, event: ErrorEvent) -> ErrorEvent:
         """The worker's error, with the names of the request's own parameters."""
@@ -141,6 +143,7 @@ class InferenceRequestBuilder:
     Args:
         rates: the rate limiter; None: no limits.
         cache: the response cache; None: responses aren't cached.
+        resolver: finds the models of requests; None: one that knows nothing about the workers' load.
     """
 
     def __init__(
@@ -149,14 +152,13 @@ class InferenceRequestBuilder:
         settings: InferenceSettings | None = None,
         rates: RateLimiter | None = None,
         cache: ResponseCache | None = None,
+        resolver: ModelResolver | None = None,
     ) -> None:
         self.cache = cache
         self._world = world
         self._rates = rates
         self._settings = settings or InferenceSettings()
-        self._catalog = Catalog(world.store)
-        self._models: dict[str, tuple[float, CatalogEntry]] = {}  # name -> (when the entry expires, entry)
-        self._lock = threading.Lock()
+        self._resolver = resolver or ModelResolver(world.store, world.clock)
 
     @property
     def default_model(self) -> str | None:
@@ -178,7 +180,7 @@ class InferenceRequestBuilder:
         with _refusals():
             checked = parse_body(url, plain, self._settings.limits)
             dumped = orjson.loads(dump_body(checked))
-        entry = self._entry(checked.model)
+        entry = self._entry(checked, caller, tier)
         defaults = entry.pin.sampling_defaults
         if (filled := fill_in(checked, defaults)) is not checked:
             checked, dumped = filled, orjson.loads(dump_body(filled))
@@ -205,6 +207,7 @@ class InferenceRequestBuilder:
             url,
             checked,
             checked.model,
+            entry.pin.name,
             stream,
             include_usage,
             resume,
@@ -225,11 +228,12 @@ class InferenceRequestBuilder:
                 checked, _ = parse_tokenizing(url, plain, self._settings.limits)
                 dumped = orjson.loads(checked.model_dump_json(exclude_defaults=True))
         seconds = self._settings.max_timeout_seconds
-        request = self._lane_request(caller, self._entry(checked.model), url, dumped, seconds)
+        entry = self._entry(checked, caller, Tier.INTERACTIVE)
+        request = self._lane_request(caller, entry, url, dumped, seconds)
         ticket = None
         if self._rates is not None:
             ticket = self._rates.admit(caller, request.id, self._max_tokens(checked, dumped, 0), seconds)
-        return InferenceRequest(request, url, checked, checked.model, ticket=ticket)
+        return InferenceRequest(request, url, checked, checked.model, entry.pin.name, ticket=ticket)
 
     def _with_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of the body, with the default model if it names none."""
@@ -249,7 +253,7 @@ class InferenceRequestBuilder:
             id=f"http-{self._world.random.token(16).hex()}",
             model=entry.pin.key,
             url=url,
-            body=body,
+            body=body | {"model": entry.pin.name},  # which workers and content policies know
             tier=tier,
             tenant=caller.tenant,
             deadline=self._world.clock.now() + timedelta(seconds=seconds),
@@ -339,24 +343,23 @@ class InferenceRequestBuilder:
             of = "this API key" if min(caps) == caller.max_tokens else f"the {tier} tier"
             raise bad_request(f"{name} is {limit}, but {of} allows at most {min(caps)}; lower it", name)
 
-    def _entry(self, name: str) -> CatalogEntry:
-        """The model's catalog entry, cached for a few seconds; raises `ApiError`."""
-        now = self._world.clock.monotonic()
-        cached = self._models.get(name)
-        if cached is not None and now < cached[0]:
-            return cached[1]
-        entry = self._catalog.find(name)
-        if entry is None:
-            names = [other.pin.name for other in self._catalog.entries()]
+    def _entry(self, body: Body | TokenizeBody | DetokenizeBody, caller: Caller, tier: Tier) -> CatalogEntry:
+        """The catalog entry of the model that answers the request; raises `ApiError`."""
+        name = body.model
+        found = self._resolver.find(name)
+        if isinstance(found, VirtualModel):
+            if isinstance(body, TokenizeBody | DetokenizeBody):
+                message = f"model {name[:80]!r} stands for several with different tokens; name one of them"
+                raise bad_request(message, "model")
+            tokens, now = estimate_prompt_tokens(body), self._world.clock.now()
+            return self._resolver.choose(found, RoutedRequest(body, tokens, caller.tenant, tier, now))
+        if found is None:
+            names = self._resolver.names()
             if not names:
                 raise unavailable("no model is served here yet; ask again when a worker is up", "no_model", seconds=10)
             message = f"model {name[:80]!r} is not served here ({', '.join(names)})"
             raise ApiError(404, "model_not_found", message, param="model")
-        with self._lock:
-            if len(self._models) >= _MAX_CACHED_MODELS:
-                self._models.clear()
-            self._models[name] = now + _CATALOG_CACHE_SECONDS, entry
-        return entry
+        return found
 
 
 @contextmanager

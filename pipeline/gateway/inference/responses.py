@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.concurrency import run_in_threadpool
 
@@ -21,7 +21,7 @@ from pipeline.gateway.inference.lane_bridge import LaneBridge
 from pipeline.gateway.inference.request_builder import InferenceRequest, InferenceRequestBuilder
 from pipeline.gateway.inference.stream_buffer import ServerEvent, StreamBuffer
 from pipeline.ports import Clock
-from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
+from schemas.workers.lane import EndEvent, ErrorEvent, HandBackEvent, LaneEvent, LaneRequest, TokensEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,13 @@ class StreamSettings:
     max_resumable_per_tenant: int = 250
 
 
+class CompleteResponse(NamedTuple):
+    """A whole response. `served_by`: the name of the model that answered."""
+
+    body: dict[str, Any]
+    served_by: str
+
+
 class Stream:
     """A streamed response. For one event loop.
 
@@ -50,7 +57,7 @@ class Stream:
         ended: starts the release of the request's rate-limit tokens; returns None when it holds none.
 
     Attributes:
-        id: the id to resume the stream with.  tenant: the owner.
+        id: the id to resume the stream with.  tenant: the owner.  served_by: the name of the model that answers.
         first: done when the first event has arrived; its result is that event when it is an `ErrorEvent`.
         converter: makes the stream's events.
     """
@@ -65,6 +72,7 @@ class Stream:
     ) -> None:
         self.id = inference.request.id
         self.tenant = inference.request.tenant
+        self.served_by = inference.served_by
         self.first: asyncio.Future[ErrorEvent | None] = asyncio.get_running_loop().create_future()
         self.buffer = StreamBuffer(settings.buffer_bytes, retain=inference.resume > 0)
         self.settings = settings
@@ -80,6 +88,9 @@ class Stream:
 
     def handle_event(self, event: LaneEvent) -> None:
         """Append an event of the response to the buffer."""
+        if isinstance(event, HandBackEvent):
+            self.served_by = event.route.name if event.route is not None else self.served_by
+            return
         if isinstance(event, ErrorEvent):
             event = self._inference.translate(event)
         converted = self.converter.convert(event)
@@ -179,12 +190,12 @@ class InferenceResponses:
                 await _wait_released(self._finish(reading.result(), None, 0))
             raise
 
-    async def complete(self, inference: InferenceRequest) -> dict[str, Any]:
+    async def complete(self, inference: InferenceRequest) -> CompleteResponse:
         """The complete response, in the format of the request's url. The request is cancelled with its task. Raises
         `ApiError`."""
         found = await self._find(inference)
         if found is not None:
-            return inference.rewrite(found)
+            return CompleteResponse(inference.rewrite(found), found.get("model", inference.served_by))
         ended: asyncio.Future[EndEvent | ErrorEvent] = asyncio.get_running_loop().create_future()
 
         def handle_event(event: LaneEvent) -> None:
@@ -205,7 +216,7 @@ class InferenceResponses:
             await _wait_released(self._finish(inference, _end_event(ended)))
         if isinstance(event, ErrorEvent):
             raise lane_error(inference.translate(event))
-        return inference.rewrite(event.response)
+        return CompleteResponse(inference.rewrite(event.response), event.response.get("model", inference.served_by))
 
     async def _find(self, inference: InferenceRequest) -> dict[str, Any] | None:
         """The cached response of the same request; its rate-limit tokens are then released."""

@@ -92,6 +92,10 @@ HEADERS: Final[Mapping[str, tuple[str, Json]]] = {
     "x-request-id": ("The id of the request, as in the gateway's log.", {"type": "string"}),
     "request-id": ("The same as `x-request-id`.", {"type": "string"}),
     "x-stream-id": ("The id of the inference request, with which its stream can be resumed.", {"type": "string"}),
+    "x-tokenmill-model": (
+        "The name of the model that answers; the rules of a virtual model choose it.",
+        {"type": "string"},
+    ),
     "x-ratelimit-limit-requests": ("The limit of requests per minute.", _NUMBER),
     "x-ratelimit-remaining-requests": ("The remaining requests of the limit.", _NUMBER),
     "x-ratelimit-reset-requests": ("The time until the full limit of requests is available again.", _AMOUNT),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
+from urllib.parse import quote
 
 import orjson
 from fastapi import APIRouter, Header, Request, Response
@@ -26,6 +27,8 @@ from schemas.requests.parsing import (
     SCORE_URL,
 )
 
+MODEL: Final = "x-tokenmill-model"
+_IN_HEADERS: Final = "/:@!#$&'()*+,;=?[] "
 InferenceCaller = Annotated[Caller, authenticated_caller(Scope.INFERENCE)]
 Body = Annotated[dict[str, Any], json_body()]
 LastEvent = Annotated[
@@ -94,9 +97,13 @@ def inference_router(answers: InferenceResponses) -> APIRouter:
         return await reply(answers, request, caller, CLASSIFY_URL, body)
 
     @router.get("/v1/streams/{stream_id}", response_class=Response, responses=_REST)
-    async def go_on(stream_id: str, caller: InferenceCaller, last_event_id: LastEvent = "-1") -> Response:
+    async def go_on(
+        request: Request, stream_id: str, caller: InferenceCaller, last_event_id: LastEvent = "-1"
+    ) -> Response:
         """Resume an interrupted stream after the event that the header `Last-Event-ID` names."""
-        return EventStream(answers.find(caller.tenant, stream_id), answers.detach, int(last_event_id))
+        stream = answers.find(caller.tenant, stream_id)
+        add_headers(request, model_header(stream.served_by))
+        return EventStream(stream, answers.detach, int(last_event_id))
 
     return router
 
@@ -109,10 +116,18 @@ async def reply(
     if inference.ticket is not None:
         add_headers(request, inference.ticket.headers)
     if inference.stream:
-        return EventStream(await answers.stream(inference), answers.detach)
+        stream = await answers.stream(inference)
+        add_headers(request, model_header(stream.served_by))
+        return EventStream(stream, answers.detach)
     answer = await _while_connected(request, answers.complete(inference))
+    add_headers(request, model_header(answer.served_by))
     # `json` needs 0.2 s for a million token ids, ten times as long, and holds the GIL in any thread.
-    return Response(orjson.dumps(answer), headers={STREAM_ID: inference.request.id}, media_type="application/json")
+    return Response(orjson.dumps(answer.body), headers={STREAM_ID: inference.request.id}, media_type="application/json")
+
+
+def model_header(served_by: str) -> dict[str, str]:
+    """The header that names the model which answers. Characters that a header can't hold are percent-encoded."""
+    return {MODEL: quote(served_by, safe=_IN_HEADERS)}
 
 
 async def _while_connected(request: Request, answer: Any) -> Any:
@@ -153,7 +168,7 @@ def document_events(*shapes: str, last: str = "that of the last is `[DONE]`") ->
     return {"text/event-stream": {"schema": {"description": text}, "x-item-schema": {"anyOf": items}}}
 
 
-_ID = (STREAM_ID,)
+_ID = (STREAM_ID, MODEL)
 _ASKED = (*BODY, 404)
 _CHATS = document_responses(
     *_ASKED, content=document_json("ChatCompletion") | document_events("ChatCompletionChunk", "Error"), headers=_ID

@@ -22,7 +22,7 @@ from pipeline.gateway.routes.dependencies import (
     json_body,
 )
 from pipeline.gateway.routes.files_and_batches import NDJSON, check_job_limit
-from pipeline.gateway.routes.inference import document_events, document_json, reply
+from pipeline.gateway.routes.inference import MODEL, document_events, document_json, reply
 from schemas.requests.dialects.anthropic.body import MESSAGES_URL
 from schemas.requests.tokenizing import COUNT_TOKENS_URL
 
@@ -113,13 +113,13 @@ _LINES = {"schema": {"type": "string", "description": "One line for each request
 _RESULTS = _answers(404, 409, 410, content={NDJSON: _LINES})
 _MESSAGES = {"model": "demo", "max_tokens": 32, "messages": [{"role": "user", "content": "Hello"}]}
 _COUNTED = {name: _MESSAGES[name] for name in ("model", "messages")}
-_COUNTS = _answers(*BODY, 404, headers=(STREAM_ID,))
+_COUNTS = _answers(*BODY, 404, headers=(STREAM_ID, MODEL))
 _BATCH = {"requests": [{"custom_id": "a", "params": _MESSAGES}]}
 _RESPONSES = document_responses(
     *BODY,
     404,
     content=document_json("AnthropicMessage")
     | document_events("AnthropicEvent", "AnthropicError", last="the last is message_stop or an error"),
-    headers=(STREAM_ID,),
+    headers=(STREAM_ID, MODEL),
     anthropic=True,
 )

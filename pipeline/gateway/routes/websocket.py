@@ -1,9 +1,10 @@
 """`WS /v1/stream`: the same events as over SSE, with sequential requests on one connection.
 
 The client sends JSON: `{"type": "request", "url": …, "body": {…}}`, `{"type": "cancel"}`, or
-`{"type": "resume", "stream": ID, "after": NUMBER}`. The gateway sends `{"type": "begin", "stream": ID}`, then
-`{"type": "event", "id": NUMBER, "data": CHUNK}` for each event, and `{"type": "done"}`; or
-`{"type": "error", "error": …}`. An unexpected error is sent as `internal_error`, and the connection is closed (1011).
+`{"type": "resume", "stream": ID, "after": NUMBER}`. The gateway sends `{"type": "begin", "stream": ID, "model": NAME}`
+with the name of the model that answers, then `{"type": "event", "id": NUMBER, "data": CHUNK}` for each event, and
+`{"type": "done"}`; or `{"type": "error", "error": …}`. An unexpected error is sent as `internal_error`, and the
+connection is closed (1011).
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ class _Connection:
             await self._send({"type": "error", **api_error(error).body()})
             return
         try:
-            await self._send({"type": "begin", "stream": stream.id})
+            await self._send({"type": "begin", "stream": stream.id, "model": stream.served_by})
             async for items in read_items(stream, after):
                 for item in items:
                     if item.data != DONE:

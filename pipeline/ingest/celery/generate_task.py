@@ -21,8 +21,9 @@ from pipeline.ingest.celery.tasks import TryLater
 from pipeline.lane.client import CallSettings, LaneCalls
 from pipeline.lane.dialects import lane_url, rewrite_response, translate_event
 from pipeline.lane.ports import Lane, LaneFull
-from pipeline.models.catalog import Catalog
+from pipeline.models.virtual_models import ModelResolver
 from pipeline.ports import Clock, PipelineError
+from pipeline.routing.requests import RoutedRequest, estimate_prompt_tokens
 from pipeline.tracing import NO_TRACES, Traces, current_traceparent
 from schemas.jobs.job import Tier
 from schemas.models import ModelPin
@@ -43,9 +44,13 @@ from schemas.requests.parsing import (
 )
 from schemas.requests.sampling_defaults import fill_in
 from schemas.requests.scoring import PAIR_NAMES
+from schemas.virtual_models import VirtualModel
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
 
 GENERATE: Final = "tokenmill.generate"
+EXTENSION: Final = "tokenmill"
+"""The field of a response that names the model which answered, if the request names another."""
+
 URLS: Final = {
     "choices": CLASSIFY_URL,
     "messages": CHAT_URL,
@@ -59,7 +64,6 @@ URLS: Final = {
 _ARGUMENTS: Final = ("body", "tier", "timeout", "url")
 _READ_SECONDS: Final = 0.1
 _IDLE_SECONDS: Final = 0.5
-_CATALOG_SECONDS: Final = 5.0
 _RESULT_RETRY_SECONDS: Final = 300.0
 """For how long storing a result is retried."""
 
@@ -106,12 +110,14 @@ class WaitingTask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _WaitingCall:
-    """A lane request with its task. `url`, `body`: of the task's request, which may be in a dialect."""
+    """A lane request with its task. `url`, `body`: of the task's request, which may be in a dialect. `served_by`: the
+    name of the model that answers; None: it is the requested one."""
 
     request: LaneRequest
     url: str
     body: Body
     waiter: WaitingTask
+    served_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +133,18 @@ class GenerateCalls:
     def __init__(
         self,
         lane: Lane,
-        catalog: Catalog,
+        models: ModelResolver,
         clock: Clock,
         settings: GenerateSettings | None = None,
         traces: Traces = NO_TRACES,
     ) -> None:
         self._settings = settings or GenerateSettings()
         self._calls = LaneCalls(lane, clock, self._settings.call, traces)
-        self._catalog = catalog
+        self._models = models
         self._clock = clock
         self._lock = threading.Lock()
         self._waiting: dict[str, _WaitingCall] = {}
         self._unsaved: list[_UnsavedResult] = []
-        self._models: dict[str, tuple[float, ModelPin]] = {}  # name -> when it was read, its pin
 
     def start(
         self, tenant: str, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], waiter: WaitingTask
@@ -219,40 +224,39 @@ class GenerateCalls:
             raise _refuse("timeout", f"must be above 0 and at most {longest:g} seconds")
         chosen = _tier(tier)
         seconds = longest if timeout is None else float(timeout)
-        pin = self._pin(checked.model)
+        pin = self._pin(checked, tenant, chosen)
         checked = fill_in(checked, pin.sampling_defaults)
         plain = dump_body(checked)
-        sent = (tenant, task_id, chosen, url)
+        sent = (tenant, task_id, chosen, url, *(() if pin.name == checked.model else (pin.name,)))
         identity = b"\0".join([*(part.encode(errors="surrogatepass") for part in sent), plain])
         request = LaneRequest(
             id=f"task-{hashlib.sha256(identity).hexdigest()[:48]}",
             model=pin.key,
-            body=orjson.loads(plain),
+            body=orjson.loads(plain) | {"model": pin.name},  # which workers and content policies know
             url=lane_url(url),
             tier=chosen,
             tenant=tenant,
             deadline=self._clock.now() + timedelta(seconds=seconds),
             traceparent=current_traceparent(),
         )
-        return _WaitingCall(request, url, checked, waiter)
+        return _WaitingCall(request, url, checked, waiter, None if pin.name == checked.model else pin.name)
 
-    def _pin(self, name: str) -> ModelPin:
-        """The pin of the served model; raises `RowError` for one that no worker serves."""
-        known = self._models.get(name)
-        if known is not None and self._clock.monotonic() - known[0] < _CATALOG_SECONDS:
-            return known[1]
+    def _pin(self, body: Body, tenant: str, tier: Tier) -> ModelPin:
+        """The pin of the model that answers; raises `RowError` for one that no worker serves."""
         try:
-            entry = self._catalog.find(name)
-            names = [] if entry is not None else [other.pin.name for other in self._catalog.entries()]
+            found = self._models.find(body.model)
+            if isinstance(found, VirtualModel):
+                tokens, now = estimate_prompt_tokens(body), self._clock.now()
+                return self._models.choose(found, RoutedRequest(body, tokens, tenant, tier, now)).pin
+            names = [] if found is not None else self._models.names()
         except PipelineError as error:
             raise TryLater(f"unavailable: {error}; ask again later") from error
-        if entry is None:
+        if found is None:
             if not names:
                 raise TryLater("no_model: no model is served here yet; ask again when a worker is up")
-            message = f"model {name[:80]!r} is not served here ({', '.join(names)})"
+            message = f"model {body.model[:80]!r} is not served here ({', '.join(names)})"
             raise RowError(RowErrorCode.MODEL_NOT_FOUND, message, param="model")
-        self._models[name] = self._clock.monotonic(), entry.pin
-        return entry.pin
+        return found.pin
 
     # -- results
 
@@ -262,11 +266,20 @@ class GenerateCalls:
 
     def _end(self, call: _WaitingCall, event: EndEvent | ErrorEvent) -> None:
         if isinstance(event, EndEvent):
-            body: Mapping[str, Any] = rewrite_response(call.url, call.body, event.response)
+            body: Mapping[str, Any] = self._result(call, event.response)
         else:
             event = translate_event(call.url, event)
             body = error_body(event.code, event.message, event.status, event.param)
         self._unsaved.append(_UnsavedResult(call.waiter, body, self._clock.monotonic() + _RESULT_RETRY_SECONDS))
+
+    def _result(self, call: _WaitingCall, response: dict[str, Any]) -> dict[str, Any]:
+        """The response in the format of the task's url. For a virtual model it has the name that the task used, and
+        the one of the model that answered."""
+        if call.served_by is None:
+            return rewrite_response(call.url, call.body, response)
+        served_by = response.get("model", call.served_by)
+        body = rewrite_response(call.url, call.body, response | {"model": call.body.model})
+        return body | {EXTENSION: {**response.get(EXTENSION, {}), "model": served_by}}
 
     def _save(self) -> None:
         """Store results for their callers; one that can't be stored now is retried for a while."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipeline.planner.estimates.sample import ShardSample
 from pipeline.planner.plan import limited
-from pipeline.planner.ports import RowSource, TokenCounter
+from pipeline.planner.ports import ModelRouting, RowSource, TokenCounter
 from pipeline.planner.seen_ids import SeenIds
 from pipeline.planner.segment import SegmentBuilder, SegmentTexts
 from pipeline.planner.segment_sizes import SegmentSizes
@@ -68,6 +68,7 @@ def measure(
     template: TemplateTokens | None = None,
     sample: ShardSample | None = None,
     max_model_len: int | None = None,
+    routing: ModelRouting | None = None,
 ) -> InputEstimate:
     """Read and validate an input as planning would.
 
@@ -77,6 +78,7 @@ def measure(
         sample: collects shards for a dry run.
         max_model_len: tokens of the model's context: requests beyond it are counted as refused. Without `exact`, only
             requests whose max_tokens alone exceed it.
+        routing: see `plan`.
     Raises:
         InputError: the input can't be read.
     """
@@ -111,7 +113,7 @@ def measure(
 
     with tempfile.TemporaryDirectory(prefix="estimate-", dir=world.scratch) as folder:
         builder, end = begin(), sizes.end(0)
-        validator = Validator(job, SeenIds(Path(folder)), estimator, max_model_len=max_model_len)
+        validator = Validator(job, SeenIds(Path(folder)), estimator, max_model_len=max_model_len, routing=routing)
         for batch in limited(source.batches(sizes), job.settings.limit):
             world.on_progress()
             if batch.first_row >= end:

@@ -43,8 +43,9 @@ def test_given_a_routed_request_then_the_other_models_worker_gets_it_and_the_res
     calls.start(REQUEST)
     small, big = lane.worker("a"), lane.worker("b")
     assert small.take([LaneQueue("small-key")], 1, 0) == [REQUEST]
-    small.emit([HandBackEvent("r1", 1, 0, route=route([FLAG, TO_BIG]))])
-    assert turns(calls) == []
+    handed_back = HandBackEvent("r1", 1, 0, route=route([FLAG, TO_BIG]))
+    small.emit([handed_back])
+    assert turns(calls) == [handed_back], "the caller learns who answers"
     assert small.take([LaneQueue("small-key")], 1, 0) == []
     assert lane.waiting(["small-key", "big-key"]) == {"small-key": 0, "big-key": 1}
     (taken,) = big.take([LaneQueue("big-key")], 1, 0)
@@ -72,7 +73,8 @@ def test_given_workers_that_route_to_each_other_then_the_call_ends_with_an_error
         to = "small-key" if taken.model == "big-key" else "big-key"
         worker.emit([HandBackEvent("r1", attempt, 0, route=route(model=to))])
         events += turns(calls)
-    (last,) = events
+    *handed_back, last = events
+    assert {type(event) for event in handed_back} == {HandBackEvent}
     assert isinstance(last, ErrorEvent)
     assert (last.code, last.status) == (ROUTE_LOOP, 500)
     assert len(calls) == 0

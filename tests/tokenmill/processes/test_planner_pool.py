@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,12 +23,15 @@ from pipeline.jobs.planning import PlanningCancelled, PlanningFailed, PlanOutcom
 from pipeline.jobs.submit import submit
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import PipelineError
+from pipeline.routing.loads import ModelLoad
+from pipeline.routing.rules import RuleRouter
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.job import Closing, JobSettings
 from schemas.jobs.outcome import JobStatus, Manifest
 from schemas.requests.limits import PlanSettings
 from schemas.settings.settings import Settings
-from tests.pipeline.made_jobs import MODELS, computed, order, report
+from schemas.virtual_models import Conditions, LabelCondition, Rule, VirtualModel
+from tests.pipeline.made_jobs import MODELS, PIN, computed, order, report
 from tests.waiting import HANG_SECONDS, wait_for
 from tokenmill.processes.planner_pool import PlannerPool
 from tokenmill.root import Root, open_root
@@ -85,6 +88,40 @@ def requests(path: Path, rows: int = 3) -> Path:
     )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+def test_a_planner_process_gets_loads_and_labels_from_its_parent(
+    root: Root, clock: ManualClock, tmp_path: Path
+) -> None:
+    asked = []
+
+    class Labels:
+        def classify(self, model: str, texts: Sequence[str], timeout_seconds: float) -> list[tuple[str, float]] | None:
+            asked.append((model, list(texts), timeout_seconds))
+            return [("hard" if text.endswith("1") else "easy", 0.9) for text in texts]
+
+    loads = {PIN.key: ModelLoad(0.0, 5.0)}
+    hard = LabelCondition(model="judge", labels=("hard",))
+    rules = (
+        Rule(model="busy", when=Conditions(max_waiting_tokens=4)),
+        Rule(model="large", when=Conditions(max_waiting_tokens=5, label=hard)),
+        Rule(model="small"),
+    )
+    virtual = VirtualModel(name="tiny", rules=rules)
+    pins = tuple(PIN.model_copy(update={"name": name}) for name in virtual.models)
+    ledger = root.ledger("job-a")
+    job = order(
+        input=pin_input(requests(tmp_path / "in.jsonl")), models=pins, settings=JobSettings(virtual_models=(virtual,))
+    )
+    submit(job, ledger, root.world, job_id="job-a")
+    pool = PlannerPool(root.url, "test", "text", MEMORY, STUCK_SECONDS, clock, RuleRouter(lambda: loads, Labels()))
+    try:
+        assert pool.plan(ledger, in_time=True) == PlanOutcome()
+    finally:
+        pool.close()
+    (segment,) = ledger.segments()
+    assert sorted((shard.model, shard.rows) for shard in segment.shards) == [("large", 1), ("small", 2)]
+    assert asked == [("judge", ["row 0", "row 1", "row 2"], 1.0)]
 
 
 def nested_bomb(path: Path, elements: int) -> Path:

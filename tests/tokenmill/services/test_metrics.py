@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 NAMES = {metric.name for metric in METRICS if metric.by != ("autoscale",)}
 SELDOM = {
     "tokenmill_oldest_waiting_seconds", "tokenmill_shards", "tokenmill_backlog_tokens", "tokenmill_jobs",
+    "tokenmill_virtual_model_requests_total", "tokenmill_routing_label_failures_total",
     "tokenmill_expert_load", "tokenmill_speculation_gained_tokens", "tokenmill_speculation_compared_seconds_total",
     *(
         name

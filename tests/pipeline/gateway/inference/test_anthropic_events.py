@@ -18,7 +18,7 @@ USAGE = {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"
 
 def converter() -> AnthropicEvents:
     chat = parse_body(MESSAGES_URL, BODY)
-    return AnthropicEvents(InferenceRequest(LaneRequest("http-1", "m", {}), MESSAGES_URL, chat, "m"), 0)
+    return AnthropicEvents(InferenceRequest(LaneRequest("http-1", "m", {}), MESSAGES_URL, chat, "m", "m"), 0)
 
 
 def test_each_block_is_closed_before_the_next_begins() -> None:

@@ -149,7 +149,7 @@ def test_nondeterministic_and_failed_responses_are_not_cached(harness: HttpHarne
 def test_a_cached_response_is_used_only_with_the_same_content_policies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.gateway.inference.request_builder._CATALOG_CACHE_SECONDS", 0.0)
+    monkeypatch.setattr("pipeline.models.virtual_models._CACHE_SECONDS", 0.0)
     with run_http_harness(tmp_path) as harness:
         catalog = Catalog(harness.world.store)
 

@@ -178,7 +178,7 @@ class Stream:
     def __init__(self, *events: LaneEvent, **fields: Any) -> None:
         body = parse_body(RESPONSES_URL, {"model": "m", "input": "hi", **fields})
         lane = LaneRequest("http-7", "m", {})
-        converter = ResponsesEvents(InferenceRequest(lane, RESPONSES_URL, body, "m", stream=True), 5)
+        converter = ResponsesEvents(InferenceRequest(lane, RESPONSES_URL, body, "m", "m", stream=True), 5)
         sent = [one for event in events for one in converter.convert(event)]
         self.events: list[dict[str, Any]] = [json.loads(one.data) for one in sent]
         assert [one.name for one in sent] == self.types
@@ -318,7 +318,7 @@ def test_the_text_has_the_log_probabilities_of_all_tokens() -> None:
 
 def test_an_items_cost_does_not_grow_with_the_items_before_it() -> None:
     body = parse_body(RESPONSES_URL, {"model": "m", "input": "hi", **TOOLS})
-    inference = InferenceRequest(LaneRequest("http-7", "m", {}), RESPONSES_URL, body, "m", stream=True)
+    inference = InferenceRequest(LaneRequest("http-7", "m", {}), RESPONSES_URL, body, "m", "m", stream=True)
     converter = ResponsesEvents(inference, 5)
     costs: list[int] = []
     for at in range(200):

@@ -15,11 +15,13 @@ from pipeline.ingest.celery.tasks import TryLater
 from pipeline.lane.memory import MemoryLane
 from pipeline.lane.ports import LaneQueue
 from pipeline.models.catalog import Catalog
+from pipeline.models.virtual_models import ModelResolver, VirtualModels
 from schemas.jobs.job import Tier
 from schemas.models import CatalogEntry, ModelPin
 from schemas.requests.parsing import BODIES
 from schemas.requests.sampling_defaults import SamplingDefaults
 from schemas.settings.lane import LaneSettings
+from schemas.virtual_models import Conditions, Rule, VirtualModel
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
 from tests.pipeline.made_jobs import PIN
 from tests.pipeline.simulation import MemoryStore
@@ -59,9 +61,13 @@ class GenerateHarness:
         self, settings: GenerateSettings, lane_settings: LaneSettings | None = None, pin: ModelPin = PIN
     ) -> None:
         store = MemoryStore()
-        Catalog(store).publish(CatalogEntry(pin=pin, max_model_len=2_048))
+        for name in (pin.name, "large"):  # of the same weights, so that one worker answers for both
+            named = pin.model_copy(update={"name": name})
+            Catalog(store).publish(CatalogEntry(pin=named, max_model_len=2_048))
+        rules = (Rule(model="large", when=Conditions(tenants=("default",))), Rule(model=pin.name))
+        VirtualModels(store).publish(VirtualModel(name="auto", rules=rules))
         self.lane = MemoryLane(CLOCK, lane_settings)
-        self.calls = GenerateCalls(self.lane, Catalog(store), CLOCK, settings)
+        self.calls = GenerateCalls(self.lane, ModelResolver(store, CLOCK), CLOCK, settings)
         self.worker = self.lane.worker("w")
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self.calls.run, args=(self.stop,))
@@ -116,6 +122,16 @@ def test_a_thousand_wait_at_once_and_each_gets_its_own_answer(make_harness: Any)
     assert [task.body for task in waiting] == [{"seed": n} for n in range(1_000)]
 
 
+def test_a_virtual_models_answer_says_who_gave_it(make_harness: Any) -> None:
+    harness = make_harness()
+    task = harness.start("t1", {**BODY, "model": "auto"})
+    (taken,) = harness.taken()
+    assert taken.body["model"] == "large", "by the tenant's rule"
+    harness.worker.emit([EndEvent(taken.id, 1, 0, {"model": "large", "choices": []})])
+    eventually(lambda: task.body is not None)
+    assert task.body == {"model": "auto", "choices": [], "tokenmill": {"model": "large"}}
+
+
 def test_beyond_its_limit_a_task_is_to_be_tried_later(make_harness: Any) -> None:
     harness = make_harness(max_waiting=2)
     harness.start("t1")
@@ -132,7 +148,7 @@ def test_beyond_its_limit_a_task_is_to_be_tried_later(make_harness: Any) -> None
 @pytest.mark.parametrize(
     ("args", "kwargs", "code", "message"),
     [
-        (({**BODY, "model": "gpt-9"},), {}, "model_not_found", "model 'gpt-9' is not served here (tiny)"),
+        (({**BODY, "model": "gpt-9"},), {}, "model_not_found", "model 'gpt-9' is not served here (large, tiny, auto)"),
         (({**BODY, "audio": {}},), {}, "unsupported_parameter", "audio is not supported"),
         (({**BODY, "tools": [{}]},), {}, "invalid_request", "tools"),
         (({**BODY, "max_tokens": -1},), {}, "invalid_request", "max_tokens is -1"),
@@ -274,7 +290,7 @@ def test_at_the_end_waiting_tasks_are_sent_to_another_ingest_worker_and_find_the
     assert task.was_sent_again
     assert harness.worker.hold([one.id]) == frozenset(), "it is still wanted"
     harness.worker.emit([EndEvent(one.id, 1, 0, {"id": "x"})])
-    other = GenerateCalls(harness.lane, harness.calls._catalog, CLOCK)
+    other = GenerateCalls(harness.lane, harness.calls._models, CLOCK)
     stop, again = threading.Event(), WaitingTask()
     assert other.start("default", "t", (BODY,), {}, again) is None
     thread = threading.Thread(target=other.run, args=(stop,))

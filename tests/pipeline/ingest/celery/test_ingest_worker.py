@@ -31,6 +31,7 @@ from pipeline.lane.memory import MemoryLane
 from pipeline.lane.ports import LaneQueue
 from pipeline.ledger.ledger import JobLedger
 from pipeline.models.catalog import Catalog
+from pipeline.models.virtual_models import ModelResolver
 from pipeline.ports import World
 from pipeline.runtime.availability import BadAddress
 from pipeline.worker_client.shard_client import ShardClient
@@ -346,7 +347,9 @@ def test_a_message_that_is_taken_from_a_full_redis_is_held_until_it_is_acknowled
 
 def test_a_single_answer_is_stored_for_its_caller_and_nothing_can_be_linked_to_it(harness: CeleryHarness) -> None:
     lane = MemoryLane(harness.world.clock)
-    harness.ingest(generating=GenerateCalls(lane, Catalog(harness.world.store), harness.world.clock))
+    harness.ingest(
+        generating=GenerateCalls(lane, ModelResolver(harness.world.store, harness.world.clock), harness.world.clock)
+    )
     body = {"model": "tiny", "prompt": "x"}
     sent = harness.call("generate", body, "bulk", timeout=20)
     (one,) = lane.worker("w").take([LaneQueue(PIN.key)], 1, WAIT)
