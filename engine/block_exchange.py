@@ -3,9 +3,9 @@ prompt that one engine computed are used by another one, as in DistServe (Zhong 
 (Qin et al. 2024, section 5).
 
 Importing inserts into the prefix cache: a request that is added afterwards hits the blocks, and computes what is
-missing. So a block that was lost costs its computation, and nothing else. Names are never taken from the exporter: the
-importer derives them from its own request (`names`), and an exporter of another model, arithmetic or layout has another
-`identity`.
+missing. So a block that was lost costs its computation, and nothing else. Keys are never taken from the exporter: the
+importer derives them from its own request (`block_keys`), and an exporter of another model, arithmetic or layout has
+another `identity`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class ExportedBlock:
 
 
 class BlockExchange:
-    """The exchange of one engine. `names` and `num_cached` may be called on any thread; the rest where the engine is
-    stepped.
+    """The exchange of one engine. `block_keys` and `num_cached` may be called on any thread; the rest where the engine
+    is stepped.
 
     Attributes:
         identity: 32 bytes; blocks of an engine with another identity can't be used.
@@ -61,15 +61,12 @@ class BlockExchange:
         self._imported = tier.imported
         self._rope_original_max = rope_original_max
 
-    def names(self, request: Request) -> list[BlockKey]:
-        """Return the names of all whole blocks of the request's prompt, of each cache group, its beginning first. The
-        last token is left out: it is always computed."""
+    def block_keys(self, request: Request) -> list[BlockKey]:
+        """Return the keys of all whole blocks of the request's prompt, of each cache group, its beginning first."""
         tokens, size = request.prompt_token_ids, self.block_tokens
         chain = self._chain(request)
-        # With a token that was sampled already, the whole prompt may be cached.
-        end = len(tokens) if any(len(choice.token_ids) for choice in request.partial) else len(tokens) - 1
         found = []
-        for block in range(end // size):
+        for block in range(len(tokens) // size):
             token_bytes = np.ascontiguousarray(tokens[block * size : (block + 1) * size]).tobytes()
             digest = chain.of_block(block, token_bytes)
             found += [BlockKey(group, digest, token_bytes) for group in range(len(self.block_bytes))]
@@ -91,9 +88,13 @@ class BlockExchange:
         found = self._tier.read([(key, block) for key, block, _ in blocks])
         return [ExportedBlock(key, index_of[key], self.block_bytes[key.group], content) for key, content in found]
 
+    def cached_tokens(self, request_id: str) -> int:
+        """Return the prompt tokens that an open request took from the prefix cache here."""
+        return self._scheduler.cached_tokens(request_id)
+
     def import_blocks(self, blocks: Iterable[tuple[BlockKey, Bytes]]) -> None:
-        """Insert blocks into the prefix cache: uint8 [bytes of a block of the group], by a name of `names`, the
+        """Insert blocks into the prefix cache: uint8 [bytes of a block of the group], by a key of `block_keys`, the
         beginning of a prefix first. Requests that are added afterwards hit them."""
         for key, data in reversed(list(blocks)):  # without its beginning, the rest of a prefix is of no use
-            assert len(data) == self.block_bytes[key.group], "whoever received it has compared its size"
+            assert len(data) == self.block_bytes[key.group], "its size was compared when it was received"
             self._imported.store(key, data)

@@ -249,6 +249,10 @@ class Scheduler:
                 return self._cache.blocks_to_export(sequence.row, min(confirmed, sequence.prompt_len))
         return []
 
+    def cached_tokens(self, request_id: str) -> int:
+        """Return the prompt tokens that an open request took from the prefix cache (`Completion.cached_tokens`)."""
+        return self._requests[request_id][0].cached_tokens
+
     def take_stores(self, max_blocks: int) -> list[BlockStore]:
         """Take up to so many blocks that the second tier on disk is to have. They must be read before the next step is
         submitted."""

@@ -117,7 +117,7 @@ def pool_loads(workers: Iterable[WorkerMetrics]) -> PoolLoads | None:
         ),
         TransferCost(
             kv_bytes_per_token=max(side.token_bytes for _, side in prefill),
-            bytes_per_second=received / seconds if received and seconds else DEFAULT_BYTES_PER_SECOND,
+            bytes_per_second=max(1.0, received / seconds) if seconds else DEFAULT_BYTES_PER_SECOND,
             latency_seconds=HANDOVER_SECONDS,
         ),
         answer_tokens=answer_tokens,
@@ -170,6 +170,7 @@ class PoolObserver:
         while len(known) > 2 and known[1][0] <= now - _RECENT_SECONDS:
             known.popleft()
         before = known[0][1]
+        metrics = _with_recent_transfers(metrics, before)
         seconds = metrics.steps.seconds - before.steps.seconds
         steps = metrics.steps.samples - before.steps.samples
         prompt = metrics.prompt - before.prompt
@@ -197,6 +198,22 @@ class PoolObserver:
             if self._clock.monotonic() - self._read_at > _STALE_SECONDS:
                 return None
             return self._loads.get(model)
+
+
+def _with_recent_transfers(metrics: WorkerMetrics, before: WorkerMetrics) -> WorkerMetrics:
+    """The metrics with the transfers since `before` alone. Where there were none the link counts as untried, so that
+    one which was slow, or whose transfers all failed, is tried again."""
+    now, then = metrics.handover, before.handover
+    if now is None or then is None:
+        return metrics
+    recent = {
+        "received_bytes": now.received_bytes - then.received_bytes,
+        "held_bytes": now.held_bytes - then.held_bytes,
+        "fetch_seconds": now.fetch_seconds - then.fetch_seconds,
+    }
+    if min(recent.values()) < 0:  # it began anew
+        return metrics
+    return metrics.model_copy(update={"handover": now.model_copy(update=recent)})
 
 
 def _prompt_rate(workers: Iterable[WorkerMetrics]) -> float:

@@ -47,6 +47,8 @@ class KVSource:
         host, port: of the worker that computed the prompt.
         ticket: a secret that names the blocks, in hexadecimal digits.
         machine, local_name: of that worker's machine since its start, and of its Unix socket there.
+        cached_tokens: of the prompt, those that this worker had in its prefix cache. The answer's usage has them: the
+            transferred ones were computed.
     """
 
     __pydantic_config__ = _STRICT
@@ -56,6 +58,7 @@ class KVSource:
     ticket: Ticket = field(repr=False)
     machine: Name
     local_name: Name
+    cached_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
 
 @dataclass(frozen=True, slots=True)

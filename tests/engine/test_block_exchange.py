@@ -54,7 +54,7 @@ def computed_prompt(engine: Engine, work: Request) -> tuple[Request, list[tuple[
     while not (partial := engine.partial(work)):
         engine.step()
     exported = exchange(engine).export_blocks(work.request_id)
-    groups, names = len(exchange(engine).block_bytes), exchange(engine).names(replace(work, partial=partial))
+    groups, names = len(exchange(engine).block_bytes), exchange(engine).block_keys(replace(work, partial=partial))
     assert all(names[block.index * groups + block.key.group] == block.key for block in exported)
     blocks = [(block.key, block.content().copy()) for block in exported]
     assert engine.cancel(work.request_id)
@@ -78,7 +78,7 @@ def test_another_engine_continues_with_the_same_tokens(family: str, tiny_model: 
     expected = answer(load(path, None), request())
     prefill, decode = load(path), load(path)
     handed_over, blocks = computed_prompt(prefill, request())
-    assert {key.digest for key, _ in blocks} <= {key.digest for key in exchange(decode).names(handed_over)}
+    assert {key.digest for key, _ in blocks} <= {key.digest for key in exchange(decode).block_keys(handed_over)}
 
     exchange(decode).import_blocks(blocks)
     assert answer(decode, handed_over) == expected
@@ -130,7 +130,7 @@ def missing(
     engine: Engine, work: Request, exported: Sequence[tuple[BlockKey, Bytes]], num_held: int
 ) -> list[tuple[BlockKey, Bytes]]:
     """The exported blocks without those that are held."""
-    names = exchange(engine).names(work)[num_held * len(exchange(engine).block_bytes) :]
+    names = exchange(engine).block_keys(work)[num_held * len(exchange(engine).block_bytes) :]
     return [(key, data) for key, data in exported if key in names]
 
 
@@ -148,7 +148,7 @@ def test_blocks_are_of_one_tenant_and_one_prompt(tiny_model: TinyModel) -> None:
     path = tiny_model("llama")
     prefill, decode = load(path), load(path)
     handed_over, blocks = computed_prompt(prefill, request())
-    names = exchange(decode).names
+    names = exchange(decode).block_keys
     assert [key for key, _ in blocks] == names(handed_over)
     assert not {*names(handed_over)} & {*names(replace(handed_over, salt=b"another"))}
     exchange(decode).import_blocks(blocks)
@@ -162,8 +162,7 @@ def test_without_a_sampled_token_the_last_one_is_computed(tiny_model: TinyModel)
     work = request(prompt=5 * BLOCK)
     handed_over, blocks = computed_prompt(prefill, work)
     assert len(blocks) == 5
-    assert len(exchange(decode).names(handed_over)) == 5
-    assert len(exchange(decode).names(work)) == 4
+    assert exchange(decode).block_keys(work) == exchange(decode).block_keys(handed_over) == [key for key, _ in blocks]
     exchange(decode).import_blocks(blocks)
     answer(decode, work)
     assert decode.stats().prompt == BLOCK

@@ -25,15 +25,15 @@ logger = structlog.get_logger(__name__)
 
 _CONNECT_SECONDS: Final = 2.0
 _AVOID_SECONDS: Final = 5.0
-"""How long a worker that could not be reached isn't tried again."""
+"""How long a worker that could not be reached, or that was silent, isn't tried again."""
 
 _Receive = Callable[[socket.socket, bytes, Expected, Deadline], Iterator[tuple[BlockKey, Bytes]]]
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedBlocks:
-    """Counts of a client. `failed`: transfers that broke off.  seconds, held_bytes: of the others, and of the blocks
-    that they left out."""
+    """Counts of a client. `failed`: transfers that broke off.  seconds: of all.  held_bytes: of the blocks that
+    whole ones left out."""
 
     blocks: int = 0
     num_bytes: int = 0
@@ -53,7 +53,7 @@ class BlockClient:
         self._timeout_seconds = timeout_seconds
         self._use_shared_memory = use_shared_memory
         self._lock = threading.Lock()
-        self._unreachable: dict[tuple[str, int], float] = {}  # until when it isn't tried again
+        self._avoided: dict[tuple[str, int], float] = {}  # until when it isn't tried again
         self._connections: set[socket.socket] = set()
         self._is_closed = False
         self.fetched = FetchedBlocks()
@@ -86,6 +86,8 @@ class BlockClient:
                     found.append(block)  # noqa: PERF402
         except (TransferError, OSError) as error:
             failed = 1
+            if isinstance(error, TimeoutError):
+                self._avoid(source)
             logger.warning(
                 "blocks were not fetched whole; what is missing is computed",
                 blocks=len(found), host=source.host, reason=str(error) or type(error).__name__,
@@ -97,7 +99,7 @@ class BlockClient:
                 blocks=before.blocks + len(found),
                 num_bytes=before.num_bytes + sum(len(data) for _, data in found),
                 failed=before.failed + failed,
-                seconds=before.seconds + (0.0 if failed else time.monotonic() - began),
+                seconds=before.seconds + time.monotonic() - began,
                 held_bytes=before.held_bytes + (0 if failed else expected.num_held * sum(expected.block_bytes)),
             )
         return found
@@ -116,6 +118,11 @@ class BlockClient:
                 self._connections.discard(connection)
 
     def _connect(self, source: KVSource, deadline: Deadline) -> tuple[socket.socket, _Receive]:
+        now = time.monotonic()
+        with self._lock:
+            self._avoided = {one: until for one, until in self._avoided.items() if until > now}
+            if (source.host, source.port) in self._avoided:
+                raise TransferError("its worker could not be reached, or was silent, a moment ago")
         if self._use_shared_memory and source.machine == machine_id():
             local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -125,14 +132,14 @@ class BlockClient:
                 local.close()
             else:
                 return local, receive_shared
-        address, now = (source.host, source.port), time.monotonic()
-        with self._lock:
-            self._unreachable = {one: until for one, until in self._unreachable.items() if until > now}
-            if address in self._unreachable:
-                raise TransferError("its machine could not be reached a moment ago")
+        seconds = min(_CONNECT_SECONDS, deadline.left())
         try:
-            return socket.create_connection(address, timeout=min(_CONNECT_SECONDS, deadline.left())), receive_blocks
+            return socket.create_connection((source.host, source.port), timeout=seconds), receive_blocks
         except OSError:
-            with self._lock:  # the next ones of this worker don't wait for it, and others' don't wait for them
-                self._unreachable[address] = now + _AVOID_SECONDS
+            self._avoid(source)
             raise
+
+    def _avoid(self, source: KVSource) -> None:
+        """Let the next fetches from this worker not wait for it: those from others would wait for them."""
+        with self._lock:
+            self._avoided[source.host, source.port] = time.monotonic() + _AVOID_SECONDS

@@ -38,6 +38,7 @@ from workers.kv_transfer.wire import (
 MAX_CONNECTIONS: Final = 32
 """Transfers at a time over TCP, and over the Unix socket; further connections wait."""
 
+_DRAIN_SECONDS: Final = 2.0
 _HELLO_SECONDS: Final = 2.0
 """Within which a client must say what it wants: a silent one takes another's place."""
 
@@ -134,7 +135,8 @@ class BlockServer:
 
     @contextmanager
     def running(self) -> Iterator[BlockServer]:
-        """Serve until the block ends; transfers that are running then are cut off."""
+        """Serve until the block ends, and then what is offered already for a moment longer; transfers that are running
+        after that are cut off."""
         threads = [
             threading.Thread(target=self._accept, args=(listener, send), name=name, daemon=True)
             for listener, send, name in (
@@ -147,6 +149,7 @@ class BlockServer:
         try:
             yield self
         finally:
+            self._drain()
             with self._lock:
                 self._is_closed = True
                 self._offers.clear()
@@ -157,6 +160,16 @@ class BlockServer:
                 one.close()
             for thread in threads:
                 thread.join()
+
+    def _drain(self) -> None:
+        """Wait a moment until all offers are fetched: other workers have just been given their tickets."""
+        until = self._clock.monotonic() + _DRAIN_SECONDS
+        while self._clock.monotonic() < until:
+            with self._lock:
+                self._expire()
+                if not self._offers and not self._connections:
+                    return
+            self._clock.sleep(0.02)
 
     def _accept(self, listener: socket.socket, send: _Send) -> None:
         room = threading.Semaphore(MAX_CONNECTIONS)  # of this listener: the others' clients don't wait for its own
@@ -172,7 +185,12 @@ class BlockServer:
                 self._clock.sleep(0.1)  # no file descriptors are left, perhaps
                 continue
             serving = partial(self._serve, connection, send, room)
-            threading.Thread(target=serving, name="kv-transfer", daemon=True).start()
+            try:
+                threading.Thread(target=serving, name="kv-transfer", daemon=True).start()
+            except RuntimeError as error:  # there may be no more threads for now
+                connection.close()
+                room.release()
+                logger.warning("blocks could not be sent", reason=str(error))
 
     def _serve(self, connection: socket.socket, send: _Send, room: threading.Semaphore) -> None:
         with self._lock:

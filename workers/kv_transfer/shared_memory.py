@@ -28,10 +28,10 @@ from workers.kv_transfer.wire import (
     Expected,
     TransferError,
     Wanted,
-    ask,
     block_head,
     check_block,
     receive,
+    request_blocks,
 )
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
@@ -77,10 +77,9 @@ def send_shared(connection: socket.socket, blocks: Sequence[ExportedBlock], dead
 def receive_shared(
     connection: socket.socket, ticket: bytes, expected: Expected, deadline: Deadline
 ) -> Iterator[tuple[BlockKey, Bytes]]:
-    """As `receive_blocks`, over a Unix socket. The blocks are in the shared memory, read-only, which is released with
-    the last of them."""
+    """As `receive_blocks`, over a Unix socket."""
     wanted = Wanted(expected)
-    count = wanted.check_count(ask(connection, ticket, expected, deadline))
+    count = wanted.check_count(request_blocks(connection, ticket, expected, deadline))
     if not count:
         return
     deadline.apply(connection)
@@ -99,7 +98,7 @@ def receive_shared(
     for key, size, (_, _, checksum) in zip(keys, sizes, found, strict=True):
         data = memory[begin : begin + size]
         check_block(key, data.data, checksum)
-        yield key, data
+        yield key, data.copy()  # one that is left over would hold the memory of all
         begin += size
 
 

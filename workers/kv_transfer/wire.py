@@ -28,6 +28,9 @@ from engine.cache.block_tier import BlockKey, Bytes
 
 MAGIC: Final = b"tmkv\x02"
 TICKET_BYTES: Final = 32
+SILENCE_SECONDS: Final = 2.0
+"""A peer that sends nothing for so long has stopped, or can't be reached any more."""
+
 IDENTITY_BYTES: Final = 32
 _DIGEST_BYTES: Final = 16
 _HELLO: Final = struct.Struct(f"!{TICKET_BYTES}s{IDENTITY_BYTES}sI")
@@ -54,7 +57,7 @@ class Expected:
     """The blocks that a client can use.
 
     Attributes:
-        names: of `BlockExchange.names`, behind the held blocks.  block_bytes: per cache group.
+        names: of `BlockExchange.block_keys`, behind the held blocks.  block_bytes: per cache group.
         identity: of the client's engine.
         num_held: leading blocks of the prompt that the client has in all groups, and the server leaves out.
     """
@@ -94,7 +97,7 @@ class Deadline:
 # -- client
 
 
-def ask(connection: socket.socket, ticket: bytes, expected: Expected, deadline: Deadline) -> int:
+def request_blocks(connection: socket.socket, ticket: bytes, expected: Expected, deadline: Deadline) -> int:
     """Send a ticket; returns the number of blocks that the server sends. Raises `TransferError`, and OSError."""
     deadline.apply(connection)
     connection.sendall(MAGIC + _HELLO.pack(ticket, expected.identity, expected.num_held))
@@ -114,7 +117,7 @@ def receive_blocks(
     """Ask for a ticket's blocks, and yield each once it is verified. Raises `TransferError`, and OSError; the blocks
     before that are good."""
     wanted = Wanted(expected)
-    for _ in range(wanted.check_count(ask(connection, ticket, expected, deadline))):
+    for _ in range(wanted.check_count(request_blocks(connection, ticket, expected, deadline))):
         group, digest, checksum = BLOCK.unpack(receive(connection, BLOCK.size, deadline))
         key = wanted.take(group, digest)
         data = receive(connection, expected.block_bytes[group], deadline)
@@ -187,12 +190,20 @@ def block_checksum(key: BlockKey, data: bytes | bytearray | memoryview) -> int:
 
 
 def receive(connection: socket.socket, size: int, deadline: Deadline) -> bytearray:
-    """Receive so many bytes. Raises `TransferError` if the peer closes the connection before."""
+    """Receive so many bytes. Raises `TransferError` if the peer closes the connection before or time is over, and
+    `TimeoutError` if the peer is silent."""
     data = bytearray(size)
     view, begin = memoryview(data), 0
     while begin < size:
-        deadline.apply(connection)
-        if not (count := connection.recv_into(view[begin:])):
+        left = deadline.left()
+        connection.settimeout(min(left, SILENCE_SECONDS))
+        try:
+            count = connection.recv_into(view[begin:])
+        except TimeoutError:
+            if left < SILENCE_SECONDS:
+                raise TransferError("the transfer took too long") from None
+            raise
+        if not count:
             raise TransferError("the peer closed the connection")
         begin += count
     return data

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import structlog
@@ -65,7 +66,7 @@ class PrefillHandover:
         self._stayed = 0
         self._offered = 0
 
-    def pays(self, request: LaneRequest, row: PreparedRow) -> bool:
+    def should_hand_over(self, request: LaneRequest, row: PreparedRow) -> bool:
         """Whether a request should go on elsewhere. One that was handed over before should not."""
         computing = row.request
         if (
@@ -100,8 +101,10 @@ class PrefillHandover:
         request_id = request.request_id
         blocks = self._exchange.export_blocks(request_id)
         source = self._server.offer(blocks) if blocks else None
-        self._offered += source is not None
-        return source
+        if source is None:
+            return None
+        self._offered += 1
+        return replace(source, cached_tokens=self._exchange.cached_tokens(request_id))
 
     def metrics(self) -> HandoverMetrics:
         """The counters since the worker began to serve the model."""
@@ -141,7 +144,7 @@ class DecodeHandover:
         blocks: Blocks = ()
         try:
             num_held = exchange.num_cached(request)
-            names = exchange.names(request)[num_held * len(exchange.block_bytes) :]
+            names = exchange.block_keys(request)[num_held * len(exchange.block_bytes) :]
             # Also if none is missing: the offer's memory is free then.
             expected = Expected(names, exchange.block_bytes, exchange.identity, num_held)
             blocks = self._client.fetch(source, expected, deadline)
@@ -151,7 +154,7 @@ class DecodeHandover:
         finally:
             then(blocks)
 
-    def use(self, blocks: Blocks) -> None:
+    def import_blocks(self, blocks: Blocks) -> None:
         """Import fetched blocks, on the thread that steps the engine, before their request is added."""
         self._exchange.import_blocks(blocks)
 

@@ -261,6 +261,8 @@ class LaneServer:
         opened = self._open.pop(completion.request_id, None)
         if opened is None:  # it was cancelled as unwanted
             return True
+        if (source := opened.request.kv_source) is not None:
+            completion = replace(completion, cached_tokens=source.cached_tokens)
         is_failed = any(choice.finish_reason is FinishReason.ERROR for choice in completion.choices)
         is_failed = is_failed and too_complex(completion.error or "") is None  # its grammar would fail again
         if is_failed and opened.tries < self._serving.max_tries:
@@ -331,7 +333,7 @@ class LaneServer:
         for name in earlier:
             self._forget(name)
         if self._decode is not None and opened.blocks:
-            self._decode.use(opened.blocks)
+            self._decode.import_blocks(opened.blocks)
             opened.blocks = ()
         left = self._reader.deadline(request, self._clock.now())
         try:
@@ -371,7 +373,8 @@ class LaneServer:
                     self._spans.first_token(opened.request)
                 opened.has_tokens = True
                 self._pending_events.put(partial(self._make_token_events, opened, new))
-            if self._prefill is not None and opened.has_tokens and not opened.stays:
+            # With `everything` this worker ends, and couldn't serve the blocks for long.
+            if self._prefill is not None and opened.has_tokens and not opened.stays and not everything:
                 self._hand_over(self._prefill, name, opened)
 
     def _hand_over(self, prefill: PrefillHandover, name: str, opened: _OpenRequest) -> None:
@@ -380,7 +383,10 @@ class LaneServer:
         if len(opened.passed_on) < opened.row.request.num_choices:
             return
         opened.stays = True
-        if prefill.pays(opened.request, opened.row) and (source := prefill.offer(opened.row.request)) is not None:
+        if (
+            prefill.should_hand_over(opened.request, opened.row)
+            and (source := prefill.offer(opened.row.request)) is not None
+        ):
             self._engine.cancel(name)
             del self._open[name]
             self._pending_events.put(partial(opened.answer.hand_back, source))

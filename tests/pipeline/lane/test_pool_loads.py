@@ -10,7 +10,7 @@ import pytest
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.placement import LatencyTargets, Placement, RequestSize
-from pipeline.lane.pool_loads import PoolObserver, pool_loads
+from pipeline.lane.pool_loads import DEFAULT_BYTES_PER_SECOND, PoolObserver, pool_loads
 from pipeline.lane.prefix_router import PrefixRouter
 from pipeline.ports import WorkerState
 from pipeline.runtime.availability import ServiceUnavailable
@@ -91,6 +91,34 @@ def test_a_computed_prompt_goes_where_its_answer_is_sooner_complete(
     loads = pool_loads([worker("prefill"), *decode])
     assert loads is not None
     assert loads.best(RequestSize(prompt_tokens, prompt_tokens - 1, answer_tokens), TARGETS, STAY) is expected
+
+
+def test_a_link_whose_transfers_fail_is_slow_and_is_tried_again_later() -> None:
+    clock = ManualClock()
+    beats = MemoryHeartbeats(clock, 600.0)
+    observer = PoolObserver(clock, beats)
+
+    def rate(**transfers: Any) -> float:
+        for role in ("prefill", "decode"):
+            beats.send_heartbeat(WorkerState(role))
+            beats.report_metrics(role, worker(role, handover=transfers if role == "decode" else {}))
+        clock.seconds += 3
+        observer.refresh()
+        loads = observer.loads("m")
+        assert loads is not None
+        return loads.transfer.bytes_per_second
+
+    assert rate() == DEFAULT_BYTES_PER_SECOND
+    assert rate(received_bytes=5_000, fetch_seconds=1.0) == 5_000
+    assert rate(received_bytes=5_000, fetch_seconds=11.0, broken_transfers=1) == pytest.approx(5_000 / 11)
+    rates = [rate(received_bytes=5_000, fetch_seconds=11.0, broken_transfers=1) for _ in range(20)]
+    assert rates[-1] == DEFAULT_BYTES_PER_SECOND
+
+
+def test_a_link_on_which_nothing_arrives_is_the_slowest() -> None:
+    loads = pool_loads([worker("prefill"), worker("decode", handover={"fetch_seconds": 20.0, "broken_transfers": 2})])
+    assert loads is not None
+    assert loads.best(RequestSize(4_000, 3_999, 5), TARGETS, STAY) is Placement.WHOLE_ON_PREFILL
 
 
 def test_an_observer_reads_seldom_and_forgets_what_is_old() -> None:

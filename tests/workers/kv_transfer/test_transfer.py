@@ -135,6 +135,16 @@ def test_what_is_offered_is_bounded_and_expires() -> None:
         assert server.served.expired == 2
 
 
+def test_a_server_that_ends_serves_what_it_has_just_offered() -> None:
+    with serving() as server:
+        source = offer(server)
+        found: list[tuple[BlockKey, Bytes]] = []
+        fetch = threading.Timer(0.2, lambda: found.extend(TCP.fetch(source, EXPECTED)))
+        fetch.start()
+    fetch.join(20)
+    assert same(found, NAMES)
+
+
 def test_a_server_that_ends_cuts_its_transfers_off() -> None:
     begun, may_go_on = threading.Event(), threading.Event()
 
@@ -249,6 +259,24 @@ def test_a_silent_peer_is_left_in_time() -> None:
         assert client.fetch(source, EXPECTED) == []
         may_end.set()
     assert client.fetched.failed == 1
+
+
+def test_a_peer_that_stopped_is_not_tried_again_at_once_and_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", 0.1)
+    may_end, connections = threading.Event(), []
+    client = BlockClient(20.0, use_shared_memory=False)
+
+    def hang(connection: socket.socket) -> None:
+        connections.append(connection)
+        may_end.wait(20)
+
+    with peer(hang) as silent, serving() as server:
+        assert [client.fetch(silent, EXPECTED) for _ in range(3)] == [[], [], []]
+        assert len(connections) == 1
+        assert same(client.fetch(offer(server), EXPECTED), NAMES)
+        may_end.set()
+    assert client.fetched.failed == 3
+    assert client.fetched.seconds >= 0.1, "or the link would count as fast"
 
 
 def test_nobody_listens() -> None:

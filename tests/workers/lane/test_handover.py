@@ -154,8 +154,7 @@ def seen(events: Sequence[LaneEvent]) -> Any:
     for event in events:
         if isinstance(event, TokensEvent):
             texts[event.choice] = texts.get(event.choice, "") + event.text
-    usage = {name: last.response["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
-    return texts, last.response["choices"], usage
+    return texts, last.response["choices"], last.response["usage"]
 
 
 def bodies(kit: Any) -> list[dict[str, Any]]:
