@@ -131,7 +131,11 @@ def main() -> None:
     for turn in range(args.rounds):
         for form, workers in FORMS.items():
             with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder) / "redis") as redis:
-                variables = {"TOKENMILL_KV_TRANSFER__SHARED_MEMORY": "true", "TOKENMILL_GATEWAY__AUTH": "off"}
+                variables = {
+                    "TOKENMILL_KV_TRANSFER__SHARED_MEMORY": "true",
+                    "TOKENMILL_GATEWAY__AUTH": "off",
+                    "TOKENMILL_KV_TRANSFER__HAND_OVER": "auto",
+                }
                 with handover_cluster(Path(folder) / "c", engine, redis, **variables) as cluster:
                     cluster.start("gateway", *workers)
                     begun = time.time()

@@ -50,11 +50,15 @@ class PrefixRouter:
     Args:
         max_load_ratio: no worker gets more than this multiple of the mean of the caller's open requests at the model's
             workers, rounded up.
-        targets: of prefill and decode workers.
+        targets: of prefill and decode workers; None: no request is sent to a decode worker as a whole.
     """
 
     def __init__(
-        self, clock: Clock, heartbeats: Heartbeats, max_load_ratio: float, targets: LatencyTargets = DEFAULT_TARGETS
+        self,
+        clock: Clock,
+        heartbeats: Heartbeats,
+        max_load_ratio: float,
+        targets: LatencyTargets | None = DEFAULT_TARGETS,
     ) -> None:
         self._pools = PoolObserver(clock, heartbeats)
         self._targets = targets
@@ -96,7 +100,7 @@ class PrefixRouter:
         that it starts at once. `release` ends the count of an addressed one."""
         if request.attempt > 1 or request.queue:
             return request
-        if self._pools.prefers_decode(request, self._targets):
+        if self._targets is not None and self._pools.prefers_decode(request, self._targets):
             with self._lock:
                 self._routes["decode"] += 1
             return replace(request, queue=DECODE)

@@ -25,6 +25,8 @@ class KVTransferOptions(BaseModel):
         offer_seconds: for which an offer is valid.
         timeout_seconds: of a transfer; what has not arrived then is computed.
         shared_memory: use it between workers of one machine; else TCP.
+        hand_over: auto: a request is handed over where that is sooner, by what the workers measure; always: each one
+            whose prompt fills a KV block.
         help_after_seconds: a worker takes requests that are another role's when they have waited for so long.
     """
 
@@ -37,4 +39,5 @@ class KVTransferOptions(BaseModel):
     offer_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     shared_memory: bool = True
+    hand_over: Literal["auto", "always"] = "auto"
     help_after_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0

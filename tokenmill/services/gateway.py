@@ -116,7 +116,8 @@ class GatewayService:
         status = Status(root.world, backends.heartbeats, 1.0 if root.folder else _REMOTE_POLL_SECONDS)
         routing, slo = settings.lane.routing, settings.lane.slo
         http_metrics = HttpMetrics(root.world.clock, GoodputMetrics(slo.promises, settings.metrics.max_tenants))
-        targets = LatencyTargets(slo.ttft_seconds, slo.itl_seconds)
+        is_free = settings.kv_transfer.hand_over == "auto"  # to send requests to decode workers as a whole
+        targets = LatencyTargets(slo.ttft_seconds, slo.itl_seconds) if is_free else None
         self._router = (
             PrefixRouter(root.world.clock, backends.heartbeats, routing.max_load_ratio, targets)
             if routing.by_prefix

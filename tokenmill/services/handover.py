@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Final
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from pipeline.lane.placement import LatencyTargets
-from pipeline.lane.pool_loads import PoolObserver
+from pipeline.lane.pool_loads import PoolLoads, PoolObserver
 from pipeline.ports import Clock, Heartbeats
 from schemas.settings.kv_transfer import KVTransferOptions, Role
 from tokenmill.errors import UserError
@@ -57,10 +57,9 @@ def open_handover(
             f"TOKENMILL_KV_TRANSFER__HOST {options.host}, port {options.port}: can't listen there "
             f"({error.strerror or error}); give an address of this machine, and a free port or 0"
         ) from error
-    pools = PoolObserver(clock, heartbeats)
-    with server.running(), _observing(pools):
+    with server.running(), _loads(model.name, options, clock, heartbeats) as loads:
         logger.info("serving KV blocks", host=server.host, port=server.port)
-        prefill = PrefillHandover(exchange, server, partial(pools.loads, model.name), targets, step_tokens)
+        prefill = PrefillHandover(exchange, server, loads, targets, step_tokens)
         yield LaneHandover(role, options.help_after_seconds, prefill=prefill)
 
 
@@ -78,14 +77,20 @@ def _with_address(options: KVTransferOptions, redis_url: str | None) -> KVTransf
 
 
 @contextmanager
-def _observing(pools: PoolObserver) -> Iterator[None]:
-    """Keep the loads fresh, on a thread, until the block ends."""
+def _loads(
+    model: str, options: KVTransferOptions, clock: Clock, heartbeats: Heartbeats
+) -> Iterator[Callable[[], PoolLoads | None]]:
+    """The model's loads, kept fresh on a thread until the block ends; None, so that nothing stays, with `always`."""
+    if options.hand_over == "always":
+        yield lambda: None
+        return
+    pools = PoolObserver(clock, heartbeats)
     pools.refresh()  # before the first request
     ended = threading.Event()
     thread = threading.Thread(target=pools.run, args=(ended,), name="pool-loads", daemon=True)
     thread.start()
     try:
-        yield
+        yield partial(pools.loads, model)
     finally:
         ended.set()
         thread.join()

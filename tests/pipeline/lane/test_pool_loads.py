@@ -174,6 +174,7 @@ def test_a_request_goes_to_a_decode_worker_where_prompts_wait_for_long() -> None
 
     assert routed(waiting=0) == ""
     assert routed(waiting=10) == DECODE
+    assert PrefixRouter(clock, beats, 1.25, targets=None).route(sent).queue == "", "all are to be handed over"
     assert router.routes()["decode"] == 1
     embedding = LaneRequest("e", "key", {"model": "m", "input": "text"}, url="/v1/embeddings")
     assert router.route(embedding).queue == ""
