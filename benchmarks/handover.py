@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=4.0, help="seconds between two long prompts")
     parser.add_argument("--seconds", type=float, default=40.0, help="of one run")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--hand-over", choices=["always", "auto"], default="always", help="of the split workers")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     model = model_path(Path(choose_model(args.model, read_settings().model_cache).source.path)).resolve()
@@ -134,7 +135,7 @@ def main() -> None:
                 variables = {
                     "TOKENMILL_KV_TRANSFER__SHARED_MEMORY": "true",
                     "TOKENMILL_GATEWAY__AUTH": "off",
-                    "TOKENMILL_KV_TRANSFER__HAND_OVER": "auto",
+                    "TOKENMILL_KV_TRANSFER__HAND_OVER": args.hand_over,
                 }
                 with handover_cluster(Path(folder) / "c", engine, redis, **variables) as cluster:
                     cluster.start("gateway", *workers)
