@@ -28,14 +28,13 @@ from tokenmill.settings import read_settings
 Market = Literal["on-demand", "spot"]
 
 if TYPE_CHECKING:
-    from engine.models.base import ModelSpec
     from pipeline.planner import InputEstimate, ShardSample
     from schemas.jobs.inputs import InputRef
     from schemas.jobs.job import Job, JobSettings
     from schemas.models import ModelPin
-    from schemas.settings.settings import Settings
     from tokenmill.bench_results import MeasuredSpeed
     from tokenmill.config.engine_options import EngineOptions
+    from tokenmill.local.hardware_bounds import HardwareBound
     from workers.shards.dry_run import DryRunResult
 
 DEVICES = ("b200", "h200", "h100", "a100", "l40s", "a10g", "l4", "t4")
@@ -57,6 +56,24 @@ def estimate(
             parser=_device,
             metavar="DEVICE",
             help=f"Also the least time on one of this device: {', '.join(DEVICES)}. Repeat for several.",
+        ),
+    ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Of --hardware: devices of one machine that share the model.")
+    ] = 1,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Of --hardware: groups of --tensor-parallel devices that divide the work."
+        ),
+    ] = 1,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            help="Of --hardware: prompt and answer of a request, for the most concurrent ones. Default: the model's "
+            "longest.",
         ),
     ] = None,
     price_per_hour: Annotated[
@@ -91,7 +108,9 @@ def estimate(
     quantize: Annotated[
         Quantize, typer.Option(help="For the time on this machine, likewise; and for lower bounds.")
     ] = "none",
-    kv_dtype: Annotated[KvDType, typer.Option(help="For the time on this machine, likewise.")] = "auto",
+    kv_dtype: Annotated[
+        KvDType, typer.Option(help="For the time on this machine, likewise; and for lower bounds.")
+    ] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="For the time on this machine.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows of the input.")] = None,
     truncate_prompt: TruncatePrompt = None,
@@ -106,8 +125,10 @@ def estimate(
     as long as TOKENMILL_PLAN__ANSWER_FRACTION says.
 
     The time on this machine comes from the last 'tokenmill bench' with this model; that on other hardware is a lower
-    bound, from its arithmetic and its memory. Both are the time in which is computed: loading a model and waiting for a
-    worker are not in it, nor in the cost that a job's manifest has.
+    bound, from its arithmetic, its memory, and what devices that share the model send each other. Both are the time in
+    which is computed: loading a model and waiting for a worker are not in it, nor in the cost that a job's manifest
+    has. With --hardware it also says what fits there: bytes of weights and KV cache on each device, and how many
+    requests.
     """
     from engine.engine import resolve_device, resolve_dtype, resolve_model_dtype
     from engine.models.load import describe_shape
@@ -117,9 +138,13 @@ def estimate(
     from tokenmill.config.engine_choice import choose_engine
     from tokenmill.config.engine_options import engine_options
     from tokenmill.local.dry_run import bytes_per_parameter
+    from tokenmill.local.hardware_bounds import ReplicaGroup, lower_bounds
+    from tokenmill.local.pricing import EstimatePrices
     from workers.model.generation_config import sampling_defaults
     from workers.model.loaded_model import dtype_name, model_digest, model_path
 
+    if not hardware and (tensor_parallel, replicas, context) != (1, 1, None):
+        raise typer.BadParameter("--tensor-parallel, --replicas and --context are those of --hardware; give it too")
     settings = read_settings()
     wanted = job_options.job_settings(
         settings,
@@ -150,7 +175,7 @@ def estimate(
         settings.model_cache, model=model_digest(path), dtype=pin.dtype, threads=threads, quantization=quantize,
         kv_dtype=kv_dtype, engine=computing, engine_options=bench_results.options_key(options.vllm),
     )  # fmt: skip
-    prices = _Prices(settings, price_per_hour, instance, region, market)
+    prices = EstimatePrices(settings, price_per_hour, instance, region, market)
     num_workers = min(workers, max(1, dry_runs.planned.shards))
     amount = dry_runs.amount(options)
     times = []
@@ -164,11 +189,23 @@ def estimate(
         )  # fmt: skip
         times.append(_as_measured(dry_runs, its, there, there.machine, prices.given(), num_workers))
     width = bytes_per_parameter(path, spec, quantize)
-    times += [_lower_bound(amount, spec, width, name, prices.of_device(name), num_workers) for name in hardware or []]
+    count, shards = workers * replicas, max(1, dry_runs.planned.shards)
+    groups = [
+        ReplicaGroup(name, tensor_parallel, count, prices.of_replica(name, tensor_parallel)) for name in hardware or []
+    ]
+    bounds = lower_bounds(amount, spec, width, kv_dtype, groups, context, min(count, shards))
+    times += [
+        _entry(amount, str(group), None, None, count, one) if isinstance(one, str) else _bound_entry(amount, one)
+        for group, one in zip(groups, bounds, strict=True)
+    ]
+    fitting = [one for one in bounds if not isinstance(one, str)]
     if as_json:
-        output.print_json({**asdict(amount), "workers": num_workers, "times": times})
+        capacities = [one.as_json() for one in fitting]
+        output.print_json({**asdict(amount), "workers": num_workers, "times": times, "capacity": capacities})
         return
     _show(amount, times)
+    if fitting:
+        _show_capacity(fitting)
     if not amount.rows:
         output.say("the input holds no rows: nothing would be computed")
     elif speed is None:
@@ -242,46 +279,6 @@ class _DryRuns:
         return self._made[key]
 
 
-class _Prices:
-    """Prices of a worker's hour, where known. Raises `UserError` where the price book lacks a required price."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        per_hour: float | None,
-        instance: str | None,
-        region: str | None,
-        market: Market | None,
-    ) -> None:
-        chosen = {"type": instance, "region": region, "market": market}
-        update = {name: value for name, value in chosen.items() if value is not None}
-        if instance is not None:
-            settings = settings.model_copy(update={"price_per_hour": None})
-        self._settings = settings.model_copy(update={"instance": settings.instance.model_copy(update=update)})
-        self._per_hour = per_hour
-        self._named = instance is not None
-
-    def here(self) -> float | None:
-        """The price of this machine."""
-        from tokenmill.local.pricing import price_of_worker
-
-        return price_of_worker(self._settings, self._per_hour)
-
-    def given(self) -> float | None:
-        """The price of another machine, only if an option gives one."""
-        return self.here() if self._named else self._per_hour
-
-    def of_device(self, name: str) -> float | None:
-        """The price of an accelerator: that of an option, else the book's."""
-        from tokenmill.local.pricing import load_price_book
-
-        if self._named or self._per_hour is not None:
-            return self.given()
-        instance = self._settings.instance
-        found = load_price_book(self._settings.price_book).find(name, instance.region, instance.market)
-        return None if found is None else found.per_hour
-
-
 def _measured_there(file: Path, digest: str) -> MeasuredSpeed:
     from tokenmill import bench_results
     from tokenmill.errors import UserError
@@ -304,35 +301,18 @@ def _as_measured(
     made, whole = dry_runs.of_worker(options, workers)
     seconds = estimate_worker_seconds(made.steps, made.waiting, made.progress, speed.times, whole)
     basis = f"measured {speed.measured_at}, {output.arithmetic(speed)}, batch {speed.batch}"
-    return _entry(dry_runs.amount(options), on, seconds, price, workers, basis)
+    several = on if workers == 1 else f"{on} x {workers}"
+    return _entry(dry_runs.amount(options), several, seconds, price, workers, basis)
 
 
-def _lower_bound(
-    amount: InputEstimate, spec: ModelSpec, bytes_per_parameter: float, name: str, price: float | None, workers: int
-) -> dict[str, Any]:
-    """A lower bound of time and cost on devices of a kind; seconds None where the model doesn't fit."""
-    from pipeline.planner.estimates.capacity import HARDWARE, DoesNotFit, ModelShape, bound
-
-    try:
-        least = bound(
-            ModelShape(
-                spec.num_parameters,
-                spec.kv_elements,
-                bytes_per_parameter=bytes_per_parameter,
-                active_parameters=spec.num_active_parameters,
-                state_bytes=sum(shape.nbytes for layer in spec.states for shape in layer),
-            ),
-            HARDWARE[name],
-            requests=-(-amount.unique // workers),
-            prompt_tokens=amount.prompt_tokens / workers,
-            computed_prompt_tokens=amount.computed_prompt_tokens / workers,
-            output_tokens=amount.expected_tokens / workers,
-            price_per_hour=price,
-        )
-    except DoesNotFit as error:
-        return _entry(amount, name, None, price, workers, str(error))
+def _bound_entry(amount: InputEstimate, bound: HardwareBound) -> dict[str, Any]:
+    replicas, work = bound.replicas, bound.work
+    price = replicas.price_per_hour
+    share = work.sum_seconds / work.estimate.seconds if work.sum_seconds else 0.0
+    communication = f", {share:.0%} of it communication" if share else ""
     priced = "" if price is None else f", {price:g} an hour"
-    return _entry(amount, name, least.seconds, price, workers, f"lower bound, batch {least.sequences}{priced}")
+    basis = f"lower bound, batch {work.estimate.sequences}{communication}{priced}"
+    return _entry(amount, str(replicas), work.estimate.seconds, price, bound.parts, basis)
 
 
 def _entry(
@@ -341,7 +321,7 @@ def _entry(
     cost = None if price is None or seconds is None else workers * seconds / 3600 * price
     tokens = amount.prompt_tokens + amount.expected_tokens
     return {
-        "on": on if workers == 1 else f"{on} x {workers}",
+        "on": on,
         "seconds": seconds,
         "cost": cost,
         "cost_per_million_tokens": None if cost is None or not tokens else cost / tokens * 1e6,
@@ -384,3 +364,21 @@ def _show(amount: InputEstimate, times: list[dict[str, Any]]) -> None:
                 None, ("on", "time", "cost", "a million tokens", ""), cells, right=("time", "cost", "a million tokens")
             )
         )
+
+
+def _show_capacity(bounds: list[HardwareBound]) -> None:
+    columns = ("on", "weights", "KV a token", "KV a request", "requests at once", "a month")
+    rows = []
+    for one in bounds:
+        replicas, fits, month = one.replicas, one.capacity, one.replicas.price_per_month
+        rows.append((
+            str(replicas), output.size(fits.weight_bytes), output.size(fits.kv_bytes_per_token),
+            output.size(fits.kv_bytes_per_request), output.count(replicas.count * fits.max_requests),
+            None if month is None else output.count(month),
+        ))  # fmt: skip
+    console = output.stdout()
+    console.print()
+    console.print(output.table(None, columns, rows, right=columns[1:]))
+    console.print(
+        f"Bytes are those on each device; requests have {output.count(bounds[0].capacity.context_tokens)} tokens."
+    )

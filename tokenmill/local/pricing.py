@@ -10,7 +10,7 @@ from tokenmill.errors import UserError
 from tokenmill.services.instance_metadata import ask
 
 if TYPE_CHECKING:
-    from schemas.prices import PriceBook
+    from schemas.prices import Market, PriceBook
     from schemas.settings.settings import InstanceOptions, Settings
     from tokenmill.local.run_plan import RunPlan
 
@@ -55,6 +55,43 @@ def price_of_worker(settings: Settings, given: float | None = None) -> float | N
     except PriceBookError as error:
         raise UserError(str(error)) from error
     return found.per_hour / instance.workers
+
+
+class EstimatePrices:
+    """Prices of a worker's hour for an estimate, where known. Raises `UserError` where the price book lacks a required
+    price."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        per_hour: float | None,
+        instance: str | None,
+        region: str | None,
+        market: Market | None,
+    ) -> None:
+        chosen = {"type": instance, "region": region, "market": market}
+        update = {name: value for name, value in chosen.items() if value is not None}
+        if instance is not None:
+            settings = settings.model_copy(update={"price_per_hour": None})
+        self._settings = settings.model_copy(update={"instance": settings.instance.model_copy(update=update)})
+        self._per_hour = per_hour
+        self._named = instance is not None
+
+    def here(self) -> float | None:
+        """The price of this machine."""
+        return price_of_worker(self._settings, self._per_hour)
+
+    def given(self) -> float | None:
+        """The price of another machine, only if an option gives one."""
+        return self.here() if self._named else self._per_hour
+
+    def of_replica(self, name: str, devices: int) -> float | None:
+        """The price of so many accelerators that share a model: that of an option, else the book's of each."""
+        if self._named or self._per_hour is not None:
+            return self.given()
+        instance = self._settings.instance
+        found = load_price_book(self._settings.price_book).find(name, instance.region, instance.market)
+        return None if found is None else devices * found.per_hour
 
 
 def check_limit(plan: RunPlan) -> None:

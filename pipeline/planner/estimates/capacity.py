@@ -2,7 +2,8 @@
 
 Prefill is bound by arithmetic, decode by the bandwidth that reads weights and KV cache once a step (Williams et al.
 2009, Roofline; Pope et al. 2022, Efficiently Scaling Transformer Inference, section 2). Pure functions in SI units:
-bytes, seconds, operations. The bounds are for one device; real runs take longer.
+bytes, seconds, operations. The bounds are for one device (`tensor_parallel` has those of several); real runs take
+longer.
 """
 
 from __future__ import annotations
@@ -18,25 +19,28 @@ class Hardware:
 
     Attributes:
         memory: bytes.  bandwidth: bytes per second.  flops: dense 16-bit operations per second.
+        link: bytes per second that it sends to other devices of its machine: half of what data sheets give for both
+            directions of NVLink, else of PCIe.
     """
 
     name: str
     memory: float
     bandwidth: float
     flops: float
+    link: float
 
 
 HARDWARE: Final[Mapping[str, Hardware]] = {
     hardware.name: hardware
     for hardware in (
-        Hardware("b200", 180e9, 8.0e12, 2250e12),
-        Hardware("h200", 141e9, 4.8e12, 989e12),
-        Hardware("h100", 80e9, 3.35e12, 989e12),
-        Hardware("a100", 80e9, 2.04e12, 312e12),
-        Hardware("l40s", 48e9, 0.864e12, 362e12),
-        Hardware("a10g", 24e9, 0.6e12, 70e12),
-        Hardware("l4", 24e9, 0.3e12, 121e12),
-        Hardware("t4", 16e9, 0.32e12, 65e12),
+        Hardware("b200", 180e9, 8.0e12, 2250e12, 900e9),
+        Hardware("h200", 141e9, 4.8e12, 989e12, 450e9),
+        Hardware("h100", 80e9, 3.35e12, 989e12, 450e9),
+        Hardware("a100", 80e9, 2.04e12, 312e12, 300e9),
+        Hardware("l40s", 48e9, 0.864e12, 362e12, 32e9),
+        Hardware("a10g", 24e9, 0.6e12, 70e12, 32e9),
+        Hardware("l4", 24e9, 0.3e12, 121e12, 32e9),
+        Hardware("t4", 16e9, 0.32e12, 65e12, 16e9),
     )
 }
 """Values of data sheets (SXM variants where there are several; without sparsity)."""

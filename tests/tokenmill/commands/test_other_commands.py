@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,42 @@ def test_given_an_input_when_estimated_then_tokens_add_up_and_nothing_is_written
     assert least["cost"] == pytest.approx(least["seconds"] / 100)
     assert "h100" in shown.out
     assert "tokenmill bench" in shown.err
+
+
+@pytest.mark.slow
+def test_given_several_devices_when_estimated_then_their_capacity_time_and_price_are_shown(
+    tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_lines(chat("r", max_tokens=20))
+    monkeypatch.setitem(HARDWARE, "t4", replace(HARDWARE["t4"], memory=1.0))  # type: ignore[arg-type]
+    estimate = ("estimate", path, "--model", f"tiny={model_folder}", "--hardware", "h100")
+    found, one = (
+        tokenmill(*estimate, *more, "--context", 100, "--json").json()
+        for more in (("--tensor-parallel", 2, "--replicas", 2, "--kv-dtype", "int8"), ())
+    )
+    (fits,), (alone,), (time,) = found["capacity"], one["capacity"], found["times"]
+    assert (fits["on"], fits["devices"], fits["context_tokens"]) == ("2x2xh100", 4, 100)
+    assert fits["weight_bytes"] == pytest.approx(alone["weight_bytes"] / 2, abs=2)
+    assert fits["kv_bytes_per_token"] == alone["kv_bytes_per_token"] / 4, "half of the heads, in half of the bits"
+    assert fits["kv_bytes_per_request"] == 100 * fits["kv_bytes_per_token"]
+    assert fits["max_requests"] == pytest.approx(8 * alone["max_requests"], rel=0.01)
+    assert fits["price_per_month"] == pytest.approx(4 * alone["price_per_month"])
+    assert fits["communication_seconds"] > alone["communication_seconds"] == 0.0
+    replica = fits["price_per_month"] / 2 / 730
+    assert time["cost"] == pytest.approx(time["seconds"] * replica / 3600), "the one shard is for one of the replicas"
+    assert "of it communication" in time["basis"]
+    shown = tokenmill(*estimate, "--hardware", "t4", "--tensor-parallel", 2)
+    assert "requests at once" in shown.out
+    assert "leave no room" in shown.out, "the other one fits"
+    for more, why in (
+        (("--tensor-parallel", 3), "can't be shared evenly by 3 devices"),
+        (("--context", 10**9), "is beyond the model's context"),
+    ):
+        refused = tokenmill(*estimate, *more)
+        assert (refused.code, why in refused.error) == (1, True), refused
+    refused = tokenmill("estimate", path, "--model", f"tiny={model_folder}", "--hardware", "t4")
+    assert (refused.code, "1 x t4" in refused.error) == (1, True)
+    assert "give it too" in tokenmill("estimate", path, "--model", f"tiny={model_folder}", "--replicas", 2).err
 
 
 def test_given_the_devices_offered_when_compared_with_the_data_sheets_then_none_is_missing() -> None:
