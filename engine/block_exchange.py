@@ -92,6 +92,11 @@ class BlockExchange:
         """Return the prompt tokens that an open request took from the prefix cache here."""
         return self._scheduler.cached_tokens(request_id)
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of imported blocks that requests have loaded since the start. The others wait, or were dropped."""
+        return self._imported.stats().bytes_read
+
     def import_blocks(self, blocks: Iterable[tuple[BlockKey, Bytes]]) -> None:
         """Insert blocks into the prefix cache: uint8 [bytes of a block of the group], by a key of `block_keys`, the
         beginning of a prefix first. Requests that are added afterwards hit them."""

@@ -350,6 +350,7 @@ def _handover(value: Callable[..., None], handover: HandoverMetrics) -> None:
         value("tokenmill_handovers_total", count, outcome)
     value("tokenmill_kv_transfer_bytes_total", handover.sent_bytes, "sent")
     value("tokenmill_kv_transfer_bytes_total", handover.received_bytes, "received")
+    value("tokenmill_kv_transfer_bytes_total", handover.used_bytes, "used")
     for reason, count in (("expired", handover.expired_offers), ("broken", handover.broken_transfers)):
         value("tokenmill_kv_transfers_failed_total", count, reason)
     value("tokenmill_kv_fetch_seconds_total", handover.fetch_seconds)

@@ -163,7 +163,8 @@ METRICS: Final = (
     ),
     Metric(
         "tokenmill_kv_transfer_bytes_total", "counter",
-        "Bytes of KV blocks that a worker sent and received, by direction.",
+        "Bytes of KV blocks that a worker sent and received, and of received ones that requests used (the rest was "
+        "dropped: TOKENMILL_KV_TRANSFER__MAX_BYTES), by direction.",
         ("model", "direction"),
     ),
     Metric(

@@ -155,6 +155,7 @@ class HandoverMetrics(StoredReport):
         sent_bytes, received_bytes: of whole transfers, and of verified blocks.
         expired_offers: that no worker fetched in time.  broken_transfers: that ended early at this worker.
         held_bytes: of blocks that were not sent to this worker, because its prefix cache held them.
+        used_bytes: of the received ones, those that requests have loaded.
         fetch_seconds: sum over all fetches.
     """
 
@@ -169,6 +170,7 @@ class HandoverMetrics(StoredReport):
     sent_bytes: Count = 0
     received_bytes: Count = 0
     held_bytes: Count = 0
+    used_bytes: Count = 0
     expired_offers: Count = 0
     broken_transfers: Count = 0
     fetch_seconds: Amount = 0.0

@@ -132,6 +132,7 @@ class DecodeHandover:
         self._exchange = exchange
         self._client = client
         self._step_tokens = step_tokens
+        self._used_before = exchange.used_bytes
         self._threads = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="kv-fetch")
         self._fetched = 0
 
@@ -174,6 +175,7 @@ class DecodeHandover:
             fetched_requests=self._fetched,
             received_bytes=fetched.num_bytes,
             held_bytes=fetched.held_bytes,
+            used_bytes=self._exchange.used_bytes - self._used_before,
             broken_transfers=fetched.failed,
             fetch_seconds=fetched.seconds,
         )

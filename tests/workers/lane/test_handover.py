@@ -210,7 +210,7 @@ def test_a_conversation_sends_only_its_new_blocks(
     assert 0 < third < 1.5 * first
     token_bytes = decode.metrics.token_bytes
     assert decode.metrics.held_bytes == pytest.approx(3 * first, abs=4 * 8 * token_bytes), "one turn, and two"
-    assert prefill.metrics.sent_bytes == decode.metrics.received_bytes
+    assert prefill.metrics.sent_bytes == decode.metrics.received_bytes == decode.metrics.used_bytes
     assert decode.metrics.fetched_requests == prefill.metrics.offered_requests == 3
     assert decode.metrics.broken_transfers == 0
 
