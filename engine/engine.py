@@ -54,7 +54,7 @@ from engine.scheduler.latency import ClassStats, LatencyCounts
 from engine.scheduler.resume import ANSWERED
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import FinishedSequence
-from engine.scheduler.slo_control import SloStats
+from engine.scheduler.slo_control import SloStats, SloTerms
 from engine.speculative.base import Proposer
 from engine.speculative.draft_lengths import make_draft_lengths, resolve_max_drafts
 from engine.speculative.proposers.draft_model import DraftProposerState, load_draft
@@ -468,6 +468,10 @@ class Engine:
         """Set whether more requests may be added. If none will, the engine predicts the end of the run, and starts
         answers that would outlast it early."""
         self.scheduler.settle(more_to_come=more_to_come)
+
+    def set_slo_weights(self, weights: SloTerms) -> bool:
+        """See `StepEngine.set_slo_weights`."""
+        return self.scheduler.set_slo_weights(weights)
 
     def cancel(self, request_id: str, choice: int | None = None) -> bool:
         """End a request, or one choice of it, with reason "cancelled". The next `step` returns its completion, or a

@@ -20,6 +20,7 @@ from engine.expert_load import ExpertLoad
 from engine.request import Choice, Completion, FinishReason, PartialChoice, Request
 from engine.scheduler.latency import ClassStats
 from engine.scheduler.resume import ANSWERED
+from engine.scheduler.slo_control import SloTerms
 from engine.shared_scores import SharedScores, is_scored_only, share_scores
 from engine.step_engine import StepEngine
 
@@ -166,6 +167,10 @@ class GroupEngine:
     def take_ended(self) -> list[Completion]:
         """See `StepEngine.take_ended`."""
         return self._take_ready() + self._gather(self.engine.take_ended())
+
+    def set_slo_weights(self, weights: SloTerms) -> bool:
+        """Set the engine's."""
+        return self.engine.set_slo_weights(weights)
 
     def stats(self) -> EngineStats:
         """The engine's."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from engine.engine import EngineStats
     from engine.expert_load import ExpertLoad
     from engine.scheduler.latency import ClassStats
+    from engine.scheduler.slo_control import SloTerms
 
 
 class StepEngine(Protocol):
@@ -51,6 +52,11 @@ class StepEngine(Protocol):
 
     def settle(self, *, more_to_come: bool) -> None:
         """Set whether more requests may be added; if none will, the engine may plan for the end of the work."""
+        ...
+
+    def set_slo_weights(self, weights: SloTerms) -> bool:
+        """Set the weights by which requests of class 0 and other work share a step (`engine.scheduler.slo_control`),
+        from the next planned step on. False: nothing changed, because this engine has no such control."""
         ...
 
     def cancel(self, request_id: str, choice: int | None = None) -> bool:

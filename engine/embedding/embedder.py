@@ -17,6 +17,7 @@ from engine.expert_load import ExpertLoad
 from engine.request import Completion, FinishReason, PartialChoice, Request
 from engine.scheduler.latency import ClassStats
 from engine.scheduler.resume import ANSWERED
+from engine.scheduler.slo_control import SloTerms
 from engine.step_engine import StepEngine
 
 
@@ -94,6 +95,10 @@ class Embedder:
     def close(self) -> None:
         """Close the engine."""
         self.engine.close()
+
+    def set_slo_weights(self, weights: SloTerms) -> bool:
+        """Set the engine's."""
+        return self.engine.set_slo_weights(weights)
 
     def stats(self) -> EngineStats:
         """The engine's."""

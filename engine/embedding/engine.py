@@ -35,6 +35,7 @@ from engine.request import (
 )
 from engine.scheduler.latency import ClassStats, LatencyHistogram
 from engine.scheduler.sequence import CLASSES, class_of
+from engine.scheduler.slo_control import SloTerms
 
 WAITING_PROMPTS: Final = 1024
 """Recommended number of waiting requests: among so many, those of similar length fill a batch."""
@@ -265,6 +266,10 @@ class EncoderEngine:
 
     def expert_load(self) -> None:
         """See `StepEngine.expert_load`: experts are not counted."""
+
+    def set_slo_weights(self, weights: SloTerms) -> bool:
+        """See `StepEngine.set_slo_weights`: there is no such control."""
+        return False
 
     def classes(self) -> tuple[ClassStats, ...]:
         """Latency statistics of each class, the most urgent first. An encoder has no token latencies, and nothing runs

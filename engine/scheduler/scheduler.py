@@ -63,7 +63,7 @@ from engine.scheduler.length_estimator import LazyHeap, LengthEstimator
 from engine.scheduler.resume import check_partial, end_of
 from engine.scheduler.running_batch import RunningBatch
 from engine.scheduler.sequence import FinishedSequence, Sequence, SequenceState
-from engine.scheduler.slo_control import URGENT, SloController, StepContents
+from engine.scheduler.slo_control import URGENT, SloController, SloTerms, StepContents
 from engine.scheduler.stats import SchedulerStats
 from engine.scheduler.step_planner import StepPlanner
 from engine.scheduler.stop_tokens import StopTable
@@ -285,6 +285,12 @@ class Scheduler:
             elif sequence.state is SequenceState.WAITING:
                 found.append((sequence.choice, sequence.token_ids[sequence.prompt_len :]))
         return found
+
+    def set_slo_weights(self, weights: SloTerms) -> bool:
+        """Set the weights of the SLO controller's objective from the next step on. False: class 0 has no SLO."""
+        if self._slo is not None:
+            self._slo.weigh(weights)
+        return self._slo is not None
 
     def cancel(self, request_id: str, choice: int | None = None) -> bool:
         """End all unfinished choices (or this one alone) and free their rows and blocks; False when there are none."""

@@ -86,6 +86,7 @@ class SloStats:
     Attributes:
         first_tokens, late_first_tokens: all, and those that missed the objective.
         later_tokens, late_tokens: times between two tokens of a row, and those that missed the objective.
+        steps, throttled_steps: steps with urgent rows, and those from which work was held back.
         drops: requests of class 0 that missed their deadline.
         ttft, itl: the tracked quantile of each objective (nan: no sample yet).
         beside_streams, beside_prompts: the limits, in tokens of a step.
@@ -98,6 +99,8 @@ class SloStats:
     late_first_tokens: int = 0
     later_tokens: int = 0
     late_tokens: int = 0
+    steps: int = 0
+    throttled_steps: int = 0
     drops: int = 0
     ttft: float = nan
     itl: float = nan
@@ -121,14 +124,18 @@ class Limit:
     Args:
         min_tokens, max_tokens: its bounds.
         quantile: share of the samples that should be in time.
-        weight: of samples.  pull: weight of steps from which no work is held back.
+        weight, pull: see `weigh`.
     """
 
     def __init__(self, min_tokens: int, max_tokens: int, quantile: float, weight: float, pull: float) -> None:
-        self._min_tokens, self._max_tokens = min_tokens, max_tokens
-        self._down = exp(-GAIN * weight * quantile)
-        self._up = exp(GAIN * (1 - quantile) * (weight + pull))
+        self._min_tokens, self._max_tokens, self._quantile = min_tokens, max_tokens, quantile
         self._value = float(max_tokens)
+        self.weigh(weight, pull)
+
+    def weigh(self, weight: float, pull: float) -> None:
+        """Set the weight of samples, and that of steps from which no work is held back."""
+        self._down = exp(-GAIN * weight * self._quantile)
+        self._up = exp(GAIN * (1 - self._quantile) * (weight + pull))
 
     @property
     def tokens(self) -> int:
@@ -168,6 +175,7 @@ class SloController:
     def __init__(self, config: SloConfig, batch: RunningBatch, budget: int) -> None:
         min_tokens = min(config.min_tokens, budget)
         self._config = config
+        self._weights = SloTerms(config.weight_ttft, config.weight_itl, config.weight_utilisation, config.weight_drops)
         self._batch = batch
         self._streams = Limit(min_tokens, budget, config.quantile, config.weight_itl, config.weight_utilisation)
         self._prompts = Limit(min_tokens, budget, config.quantile, config.weight_ttft, config.weight_utilisation)
@@ -175,6 +183,7 @@ class SloController:
         self._last = np.full(len(batch.owners), -inf)  # time of each row's latest token
         self._epoch = np.full(len(batch.owners), -1, dtype=np.int64)
         self._first_tokens = self._late_first = self._later = self._late = self._drops = 0
+        self._num_steps = self._throttled_steps = 0
         self._steps = self._utilisation = 1.0
         self._tokens = self._others = 0.0  # of latest steps
 
@@ -189,12 +198,18 @@ class SloController:
             drops=self._drops / max(1, self._drops + self._first_tokens),
         )
         return SloStats(
-            self._first_tokens, self._late_first, self._later, self._late, self._drops, self._ttft.value,
-            self._itl.value, self._streams.tokens, self._prompts.tokens, utilisation,
+            self._first_tokens, self._late_first, self._later, self._late, self._num_steps, self._throttled_steps,
+            self._drops, self._ttft.value, self._itl.value, self._streams.tokens, self._prompts.tokens, utilisation,
             others=self._others / self._tokens if self._tokens else 0.0,
-            weights=SloTerms(config.weight_ttft, config.weight_itl, config.weight_utilisation, config.weight_drops),
+            weights=self._weights,
             terms=terms,
         )  # fmt: skip
+
+    def weigh(self, weights: SloTerms) -> None:
+        """Set the weights of the objective. The limits go on from their present values."""
+        self._weights = weights
+        self._streams.weigh(weights.itl, weights.utilisation)
+        self._prompts.weigh(weights.ttft, weights.utilisation)
 
     def chunk(self) -> int:
         """Return the prompt tokens that urgent rows may compute in a step with streams."""
@@ -222,6 +237,8 @@ class SloController:
             now: seconds.
         """
         unlimited = 0.0 if contents.is_limited else 1.0
+        self._num_steps += 1
+        self._throttled_steps += contents.is_limited
         self._steps = RECENT * self._steps + 1
         self._utilisation = RECENT * self._utilisation + unlimited
         self._tokens = RECENT * self._tokens + contents.streams + contents.other_tokens
@@ -253,6 +270,5 @@ class SloController:
     def record_missed_deadline(self) -> None:
         """Record a request of class 0 that missed its deadline."""
         self._drops += 1
-        weight = self._config.weight_drops
-        if weight:
+        if self._weights.drops:
             self._prompts.record(late=True, used=self._prompts.tokens, is_limited=False)

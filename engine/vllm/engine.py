@@ -34,6 +34,7 @@ from engine.scheduler.latency import ClassStats, LatencyHistogram
 from engine.scheduler.length_estimator import LazyHeap
 from engine.scheduler.resume import ANSWERED, check_partial
 from engine.scheduler.sequence import CLASSES, class_of
+from engine.scheduler.slo_control import SloTerms
 from engine.vllm.choices import ChoiceState, OpenRequest
 from engine.vllm.handover import Handover
 from engine.vllm.pooling import pool
@@ -530,6 +531,10 @@ class VLLMEngine:
 
     def expert_load(self) -> None:
         """See `StepEngine.expert_load`: experts are not counted."""
+
+    def set_slo_weights(self, weights: SloTerms) -> bool:
+        """See `StepEngine.set_slo_weights`: there is no such control."""
+        return False
 
     def classes(self) -> tuple[ClassStats, ...]:
         """Latency statistics of each class of requests, the most urgent first."""

@@ -24,6 +24,7 @@ from engine.plan import CacheGroup, RowState, StepOutput, StepPlan
 from engine.request import Completion, PartialChoice, Request
 from engine.runner.null_runner import NullRunner
 from engine.scheduler.latency import ClassStats
+from engine.scheduler.slo_control import SloTerms
 from schemas.models import ModelPin
 from tests.simulation.machine import Process, ProcessClock
 from tests.simulation.scenario import WORDS, Poison
@@ -181,6 +182,9 @@ class SteppedEngine:
 
     def expert_load(self) -> ExpertLoad | None:
         return self._engine.expert_load()
+
+    def set_slo_weights(self, weights: SloTerms) -> bool:
+        return self._engine.set_slo_weights(weights)
 
     def classes(self) -> tuple[ClassStats, ...]:
         return self._engine.classes()

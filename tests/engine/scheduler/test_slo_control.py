@@ -15,7 +15,7 @@ from engine.plan import StepOutput, StepPlan
 from engine.request import Completion, FinishReason, Request, SamplingParams
 from engine.runner.null_runner import NullRunner
 from engine.runner.step_size import FAST_FLOPS, STEP_SECONDS, choose_step_size
-from engine.scheduler.slo_control import MIN_CHUNK_TOKENS, Limit, Quantile, SloStats
+from engine.scheduler.slo_control import MIN_CHUNK_TOKENS, Limit, Quantile, SloStats, SloTerms
 
 BASE, PER_TOKEN = 0.005, 0.001
 """A step's seconds: of its own, and for each token."""
@@ -265,6 +265,37 @@ class TestDrops:
         assert machine.stats.beside_prompts < before
 
 
+class TestWeights:
+    def test_other_weights_apply_from_the_next_step_on(self) -> None:
+        # Given a stream whose tokens are late as seldom as the objective wants,
+        machine = machine_with_bulk_work(SloConfig(itl_seconds=0.040, weight_utilisation=0))
+        stream(machine, "first", 600)
+        # when work that is held back weighs as much as twelve late tokens,
+        assert machine.engine.set_slo_weights(SloTerms(ttft=1, itl=1, utilisation=12, drops=0))
+        stream(machine, "second", 600)
+        # then late tokens are as frequent as where both forces balance: (1 - q)(1 + 12) / (q + (1 - q)(1 + 12)),
+        late = np.array(machine.gaps["second"][100:]) > 0.040
+        assert np.mean(late) == pytest.approx(0.287, abs=0.05)
+        assert np.mean(np.array(machine.gaps["first"][100:]) > 0.040) < 0.06
+        # and the statistics have the new weights.
+        assert machine.stats.weights == SloTerms(1, 1, 12, 0)
+        assert machine.stats.objective == machine.stats.terms.weighed(SloTerms(1, 1, 12, 0))
+
+    @pytest.mark.parametrize(("weight", "tokens"), [(0, 462), (1, 195)])
+    def test_the_weight_of_first_tokens_is_that_of_the_limit_with_prompts(self, weight: float, tokens: int) -> None:
+        """Steps of up to 195 tokens are in time; 462 of 512 were left beside the first urgent prompt."""
+        machine = SimulatedMachine(SloConfig(ttft_seconds=0.2, itl_seconds=10.0, weight_utilisation=0))
+        for i in range(400):
+            machine.add(make_request(f"bulk{i}", 1_500, 1, 2))
+        machine.engine.set_slo_weights(SloTerms(ttft=weight, itl=1, utilisation=0, drops=0))
+        for i in range(40):
+            stream(machine, f"urgent{i}", 1, prompt=50)
+        assert machine.stats.beside_prompts == tokens if weight == 0 else machine.stats.beside_prompts <= tokens
+
+    def test_an_engine_without_slo_has_none_to_set(self) -> None:
+        assert not SimulatedMachine(None).engine.set_slo_weights(SloTerms())
+
+
 class TestReport:
     def test_the_objective_is_the_weighted_sum_of_its_terms(self) -> None:
         config = SloConfig(
@@ -277,6 +308,8 @@ class TestReport:
         assert stats.objective == pytest.approx(expected)
         assert 0 < stats.utilisation < 1
         assert stats.later_tokens == 199
+        assert stats.steps == 200
+        assert 0 < stats.throttled_steps < stats.steps
         assert (stats.weights.ttft, stats.weights.itl) == (2, 3)
         assert (stats.weights.utilisation, stats.weights.drops) == (5, 7)
         assert (stats.terms.ttft, stats.terms.itl) == pytest.approx((stats.ttft / 0.5, stats.itl / 0.040))
