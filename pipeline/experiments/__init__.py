@@ -1,0 +1,1 @@
+"""Experiments with the scheduler's weights: assignment, stored objects, comparison."""
