@@ -15,11 +15,13 @@ from pipeline.observability.histogram import Histogram, LatencyRecorder
 from pipeline.observability.metric_definitions import OTHER
 from pipeline.observability.samples import Samples, Source
 from pipeline.ports import Clock, Heartbeats
+from schemas.experiments import SliceCounts
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import JobStatus
 from schemas.jobs.results import RowStatus
 from schemas.workers.metrics import (
     THROTTLE_REASONS,
+    ExperimentMetrics,
     GpuMetrics,
     HandoverMetrics,
     HistogramSample,
@@ -314,6 +316,8 @@ def _worker(samples: Samples, known: WorkerMetrics, worker: str | None) -> None:
     value("tokenmill_lane_stolen_requests_total", known.lane_stolen)
     if known.pace is not None:
         _pace(value, known.pace)
+    if known.experiment is not None:
+        _experiment(value, known.experiment)
     if known.handover is not None:
         _handover(value, known.handover)
     for policy, judged in known.policies.items():
@@ -337,6 +341,15 @@ def _pace(value: Callable[..., None], pace: SloMetrics) -> None:
     missed = {"ttft": pace.late_first_tokens, "itl": pace.late_tokens, "deadline": pace.drops}
     for promise, count in missed.items():
         value("tokenmill_slo_missed_total", count, promise)
+
+
+def _experiment(value: Callable[..., None], experiment: ExperimentMetrics) -> None:
+    for arm, counts in experiment.arms.items():
+        value("tokenmill_experiment_arm", int(arm == experiment.arm), experiment.name, arm)
+        value("tokenmill_experiment_seconds_total", counts.seconds, experiment.name, arm)
+        for event in SliceCounts.model_fields:
+            if event != "seconds":
+                value("tokenmill_experiment_events_total", getattr(counts, event), experiment.name, arm, event)
 
 
 def _handover(value: Callable[..., None], handover: HandoverMetrics) -> None:

@@ -217,6 +217,22 @@ METRICS: Final = (
         ("model", "target"),
     ),
     Metric(
+        "tokenmill_experiment_arm", "gauge",
+        "1 for the arm of an open experiment whose weights the worker has now, 0 for the others.",
+        ("model", "experiment", "arm"),
+    ),
+    Metric(
+        "tokenmill_experiment_events_total", "counter",
+        "Counts of an open experiment's measured slices: first_tokens, late_first_tokens, later_tokens, late_tokens, "
+        "steps and throttled_steps with interactive requests; drops: those that timed out; tokens: of all requests.",
+        ("model", "experiment", "arm", "event"),
+    ),
+    Metric(
+        "tokenmill_experiment_seconds_total", "counter",
+        "Duration of the slices that tokenmill_experiment_events_total counts.",
+        ("model", "experiment", "arm"),
+    ),
+    Metric(
         "tokenmill_speculation_gained_tokens", "gauge",
         "Tokens that speculation gained over plain decoding in the same time: an estimate from measured steps, "
         "negative where speculation costs more than it gains.",

@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
+from schemas.experiments import MAX_ARMS, ExperimentName, SliceCounts
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import Usage
 from schemas.stored import Count, StoredReport
@@ -110,6 +111,19 @@ class SloMetrics(StoredReport):
         """The weighted sum of the terms."""
         by, now = self.weights, self.terms
         return by.ttft * now.ttft + by.itl * now.itl + by.utilisation * now.utilisation + by.drops * now.drops
+
+
+class ExperimentMetrics(StoredReport):
+    """A worker's part in an open experiment with the weights of the objective.
+
+    Attributes:
+        name: the experiment's.  arm: whose weights the worker has now.
+        arms: the counts of its measured slices, by arm.
+    """
+
+    name: ExperimentName
+    arm: ExperimentName
+    arms: Annotated[dict[ExperimentName, SliceCounts], Field(max_length=MAX_ARMS)]
 
 
 class SpeculationMetrics(StoredReport):
@@ -241,8 +255,9 @@ class WorkerMetrics(StoredReport):
             over those of the mean one, in the last seconds; None: there were none, or they are not counted.
         lane_open, lane_waiting: interactive requests: in the engine, and accepted but not in it yet.
         lane_stolen: interactive requests that it took and that were addressed to other workers.
-        pace: None: there is no SLO.  speculation: None: nothing was drafted.  cache_tier, host_tier: the
-            second tiers of the prefix cache on a disk, and in host memory; None: there is none.
+        pace: None: there is no SLO.  experiment: None: the worker takes part in none.
+        speculation: None: nothing was drafted.
+        cache_tier, host_tier: the second tiers of the prefix cache on a disk, and in host memory; None: there is none.
         handover: None: the worker neither hands requests over nor takes them over.
         policies: the content policies, by name.
         gpus: those that compute the model, in the order of its ranks, without those that can't be read.
@@ -270,6 +285,7 @@ class WorkerMetrics(StoredReport):
     lane_waiting: Count = 0
     lane_stolen: Count = 0
     pace: SloMetrics | None = None
+    experiment: ExperimentMetrics | None = None
     speculation: SpeculationMetrics | None = None
     cache_tier: CacheTierMetrics | None = None
     host_tier: CacheTierMetrics | None = None

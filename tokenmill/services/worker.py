@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 
 from engine.config import EngineConfig
+from pipeline.experiments.registry import ExperimentRegistry
 from pipeline.lane.placement import LatencyTargets
 from pipeline.lane.queue_order import queues_of_no_worker
 from pipeline.models.catalog import BY_DIGEST
@@ -36,6 +37,7 @@ from tokenmill.services.backends import Backends
 from tokenmill.services.handover import open_handover
 from tokenmill.services.readiness import LoadModel, Readiness
 from tokenmill.services.worker_process import entry_of, run_worker_process, worker_settings
+from workers.experiments import ExperimentSideWork
 from workers.lane.requests import LaneRules
 from workers.lane.routes import CatalogModels
 from workers.lane.server import LaneServer, LaneServing
@@ -279,7 +281,10 @@ class WorkerService:
                 LaneServer(
                     model, self._lane, world.clock, self._lane_rules, self._serving, self._lane_limits,
                     world.traces, handover, self._find_model,
-                ).running(stop) as side_work,
+                ).running(stop) as lane,
+                ExperimentSideWork(
+                    lane, model.engine, model.name, world.clock, ExperimentRegistry(world.store), self._name
+                ).running() as side_work,
             ):  # fmt: skip
                 self._rotation.begin()
                 tolerant = OutageTolerantClient(client, world.clock, stop)

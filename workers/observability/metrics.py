@@ -23,6 +23,7 @@ from schemas.jobs.job import Tier
 from schemas.jobs.outcome import Usage
 from schemas.workers.metrics import (
     CacheTierMetrics,
+    ExperimentMetrics,
     HandoverMetrics,
     HistogramSample,
     SloMetrics,
@@ -90,7 +91,7 @@ class SideWorkMetrics:
     Attributes:
         open: requests in the engine.  waiting: requests that are prepared and not in it yet, by tier.
         ended: requests that have ended.  stolen: requests that were addressed to other workers.
-        handover: None: there are no hand-overs between workers.
+        handover: None: there are no hand-overs between workers.  experiment: None: the worker takes part in none.
     """
 
     open: int = 0
@@ -98,6 +99,7 @@ class SideWorkMetrics:
     ended: EndedRequests = field(default_factory=EndedRequests)
     handover: HandoverMetrics | None = None
     stolen: int = 0
+    experiment: ExperimentMetrics | None = None
 
 
 class _Reading(NamedTuple):
@@ -177,6 +179,7 @@ class MetricsReader:
             lane_waiting=sum(side_work.waiting.values()),
             lane_stolen=side_work.stolen,
             pace=None if stats.slo is None else _slo_metrics(stats.slo),
+            experiment=side_work.experiment,
             speculation=_speculation(stats.speculation),
             cache_tier=None if stats.tier is None else _cache_tier(stats.tier),
             host_tier=None if stats.host_tier is None else _cache_tier(stats.host_tier),

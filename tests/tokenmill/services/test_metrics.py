@@ -37,6 +37,7 @@ SELDOM = {
             ("tokenmill_release", "tokenmill_canary", "tokenmill_warmup", "tokenmill_kv_tier", "tokenmill_gpu")
         )
     ),
+    *(name for name in NAMES if name.startswith("tokenmill_experiment")),
     # Without --role:
     "tokenmill_handovers_total",
     "tokenmill_kv_fetch_seconds_total",

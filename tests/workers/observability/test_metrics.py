@@ -22,9 +22,17 @@ from engine.speculative.stats import SourceCounts, SpeculationStats
 from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.client import CallSettings, answer
 from pipeline.lane.memory import MemoryLane
+from schemas.experiments import MAX_ARMS, SliceCounts
 from schemas.jobs.job import Tier
 from schemas.workers.lane import EndEvent, LaneRequest
-from schemas.workers.metrics import THROTTLE_REASONS, CacheTierMetrics, GpuMetrics, SloWeights, WorkerMetrics
+from schemas.workers.metrics import (
+    THROTTLE_REASONS,
+    CacheTierMetrics,
+    ExperimentMetrics,
+    GpuMetrics,
+    SloWeights,
+    WorkerMetrics,
+)
 from tests.waiting import HANG_SECONDS
 from tests.workers.observability.fake_nvml import FakeGpu, FakeNvml
 from workers.lane.server import LaneServer
@@ -256,9 +264,12 @@ def test_metrics_have_a_bounded_size() -> None:
     engine.current = EngineStats(
         most, most, most, most, most, times, most, most, most, 0, most, most, most, most,
         SpeculationStats({"ngram": SourceCounts((most,), (most,))}, -1e9 / 3, 1e9 / 3),
-        SloStats(most, most, most, most, most, 0.1, 0.1, most, most, 1 / 3, 1 / 3, terms, terms),
+        SloStats(most, most, most, most, most, most, most, 0.1, 0.1, most, most, 1 / 3, 1 / 3, terms, terms),
     )  # fmt: skip
-    side_work = SideWorkMetrics(most, dict.fromkeys(Tier, most), EndedRequests())
+    counts = SliceCounts(**dict.fromkeys(SliceCounts.model_fields, most))
+    arms = {f"{arm}" * 32: counts for arm in range(MAX_ARMS)}
+    experiment = ExperimentMetrics(name="e" * 32, arm="0" * 32, arms=arms)
+    side_work = SideWorkMetrics(most, dict.fromkeys(Tier, most), EndedRequests(), experiment=experiment)
     metrics = MetricsReader("m" * 100, engine, 0.0).read(1e9 / 3, dict.fromkeys(Tier, most), side_work)
     gpu = GpuMetrics(
         uuid=f"GPU-{'f' * 36}", device="nvidia15", memory_bytes=most, memory_used_bytes=most, utilization=1 / 3,

@@ -12,8 +12,8 @@ locals {
       delete = ["announced", "owed"]
     }
     dispatcher = {
-      read   = concat(["active", "announced", "batches", "canaries", "catalog", "close", "deadletters", "files", "finalizing", "intake", "jobs", "releases", "scaling", "taken", "tenants", "versions", "webhooks"], local.prefixes)
-      write  = ["active", "catalog", "close", "finalizing", "jobs", "releases", "scaling", "tenants", "webhooks"]
+      read   = concat(["active", "announced", "batches", "canaries", "catalog", "close", "deadletters", "experiments", "files", "finalizing", "intake", "jobs", "releases", "scaling", "taken", "tenants", "versions", "webhooks"], local.prefixes)
+      write  = ["active", "catalog", "close", "experiments", "finalizing", "jobs", "releases", "scaling", "tenants", "webhooks"]
       delete = ["active", "announced", "batches", "close", "deadletters", "files", "intake", "jobs", "releases", "taken", "tenants", "webhooks"]
     }
     gateway = {

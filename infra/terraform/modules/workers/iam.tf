@@ -28,13 +28,13 @@ data "aws_iam_policy_document" "task" {
   statement {
     sid       = "Read"
     actions   = ["s3:GetObject", "s3:GetObjectVersion"]
-    resources = concat([for part in ["canaries", "catalog", "jobs", "releases", "versions", ".tmp"] : "${var.bucket_arn}/${part}/*"], var.model_arns)
+    resources = concat([for part in ["canaries", "catalog", "experiments", "jobs", "releases", "versions", ".tmp"] : "${var.bucket_arn}/${part}/*"], var.model_arns)
   }
 
   statement {
     sid       = "Write"
     actions   = ["s3:PutObject", "s3:AbortMultipartUpload"]
-    resources = [for part in ["canaries", "catalog", "jobs", "releases", "versions", ".tmp"] : "${var.bucket_arn}/${part}/*"]
+    resources = [for part in ["canaries", "catalog", "experiments", "jobs", "releases", "versions", ".tmp"] : "${var.bucket_arn}/${part}/*"]
   }
 
   statement {

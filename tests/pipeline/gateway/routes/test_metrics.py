@@ -11,10 +11,12 @@ import pytest
 
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.ports import WorkerState
+from schemas.experiments import SliceCounts
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import Usage
 from schemas.workers.metrics import (
     CacheTierMetrics,
+    ExperimentMetrics,
     GpuMetrics,
     HistogramSample,
     SloMetrics,
@@ -200,6 +202,9 @@ WORKER_METRICS = WorkerMetrics(
         terms=SloWeights(ttft=0.5, itl=0.25, utilisation=0.1, drops=0.01),
         others=0.75, beside_streams=100, beside_prompts=200, late_first_tokens=1, late_tokens=2, drops=3,
     ),
+    experiment=ExperimentMetrics(
+        name="e", arm="y", arms={"x": SliceCounts(later_tokens=7, late_tokens=2, seconds=3), "y": SliceCounts(drops=1)},
+    ),
     speculation=SpeculationMetrics(drafted=8, accepted=5, gained=-1.5, seconds=0.5),
     cache_tier=CacheTierMetrics(hits=6, rejected=1, bytes_read=600, bytes_written=700, is_on=False),
     host_tier=CacheTierMetrics(hits=8, bytes_read=900, bytes_written=1000),
@@ -271,6 +276,13 @@ def test_the_metrics_of_each_live_worker_are_exposed(tmp_path: Path) -> None:
         }  # fmt: skip
         assert found.all("tokenmill_slo_batch_tokens", **one) == {("streams",): 100, ("prompts",): 200}
         assert found.all("tokenmill_slo_missed_total", **one) == {("ttft",): 1, ("itl",): 2, ("deadline",): 3}
+        assert found.all("tokenmill_experiment_arm", **one) == {("x", "e"): 0, ("y", "e"): 1}
+        assert found.all("tokenmill_experiment_seconds_total", **one) == {("x", "e"): 3, ("y", "e"): 0}
+        events = found.all("tokenmill_experiment_events_total", experiment="e", **one)
+        assert len(events) == 16
+        assert {key: count for key, count in events.items() if count} == {
+            ("x", "later_tokens"): 7, ("x", "late_tokens"): 2, ("y", "drops"): 1,
+        }  # fmt: skip
         ends = found.all("tokenmill_time_to_first_token_seconds_bucket", tier="interactive", **one)
         assert (ends["0.002",], ends["0.003",], ends["0.005",]) == (0, 4, 10)
         other = {"worker": "w2"}
@@ -278,6 +290,7 @@ def test_the_metrics_of_each_live_worker_are_exposed(tmp_path: Path) -> None:
         assert found.all("tokenmill_store_outage", **other) == {("b",): 0}
         for name in (
             "kv_blocks", "time_to_first_token_seconds_count", "slo_weight", "speculation_gained_tokens", "kv_tier_off",
+            "experiment_arm",
             "gpu_memory_bytes",
         ):  # fmt: skip
             assert found.all(f"tokenmill_{name}", **other) == {}, f"{name} is not known"
