@@ -32,6 +32,7 @@ from tokenmill.commands import (
     simulate_requests,
     submit,
 )
+from tokenmill.commands.experiments import commands as experiments
 from tokenmill.commands.jobs import show
 from tokenmill.errors import (
     EXIT_FAILED,
@@ -95,6 +96,7 @@ app.add_typer(prices.app, name="prices", short_help="What machines cost by the h
 app.add_typer(show.app, name="jobs", short_help="Jobs in local folders, and in roots.")
 app.add_typer(models.app, name="models", short_help="Models in the local cache.")
 app.add_typer(release.app, name="release", short_help="New versions of models, compared before they are served.")
+app.add_typer(experiments.app, name="experiment", short_help="The scheduler's weights, compared on live traffic.")
 app.add_typer(canary.app, name="canary", short_help="What a model must answer before it is served.")
 app.command("quantize", short_help="A quantized checkpoint of a model, and what it costs.")(quantize.quantize)
 app.command("bench", short_help="Throughput of this machine.")(bench.bench)

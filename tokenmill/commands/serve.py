@@ -123,6 +123,7 @@ def serve(
     from pipeline import metric_collectors
     from pipeline.adapters.folder.locks import RunLock
     from pipeline.dispatcher.dispatch_counts import DispatchMetrics
+    from pipeline.experiments.controller import ExperimentController
     from tokenmill.config.engine_options import engine_options
     from tokenmill.config.job_options import chat_options, content_policies
     from tokenmill.local.pricing import price_of_worker
@@ -177,7 +178,10 @@ def serve(
         router = job_router(root.world, backends.heartbeats, backends.lane, gateway.route_counts)
         dispatching = dispatcher_part(root, backends, settings, metrics, price, "serve", log_format, router)
         housekeeping = housekeeping_part(root, backends, settings)
-        parts = {"dispatcher": dispatching, "folder": folders, "housekeeping": housekeeping}
+        experiments = ExperimentController(root.world).run
+        parts = {
+            "dispatcher": dispatching, "folder": folders, "housekeeping": housekeeping, "experiments": experiments,
+        }  # fmt: skip
         with metrics_served(settings, metrics_port, *gateway.sources):
             run_until_stopped(stop, root.world, worker_service, parts | gateway.parts)
 
@@ -274,6 +278,7 @@ def dispatcher(
     """Plan open jobs, dispatch their shards to workers, and end the jobs, until stopped. Several may run."""
     from pipeline import metric_collectors
     from pipeline.dispatcher.dispatch_counts import DispatchMetrics
+    from pipeline.experiments.controller import ExperimentController
     from pipeline.models.rollout_controller import RolloutController
     from tokenmill.local.pricing import price_of_worker
     from tokenmill.processes.logging import log_to_stderr
@@ -311,6 +316,7 @@ def dispatcher(
             "dispatcher": dispatching,
             "housekeeping": housekeeping_part(root, backends, settings),
             "releases": rollouts.run,
+            "experiments": ExperimentController(root.world).run,
         }
         backlog = backlog_part(root, backends, settings)
         if backlog is not None:

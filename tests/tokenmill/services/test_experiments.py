@@ -35,7 +35,7 @@ def test_a_worker_takes_part_in_the_roots_experiment(folder: Path, model_folder:
     config = EngineConfig(dtype="float32", threads=1, schedule=ScheduleConfig(slo=SloConfig()))
     load = partial(load_any, chosen, config, OWN_CHAT)
     with open_root(str(folder / "root"), settings) as root:
-        registry, backends = ExperimentRegistry(root.world.store), in_process_backends(root)
+        registry, backends = ExperimentRegistry(root.world.store), in_process_backends(root, settings)
         experiment = make_experiment(started_at=clock.now() - timedelta(seconds=1), slice_seconds=1.5)
         registry.begin(experiment)
         worker = WorkerService(root, backends, [load], settings, 60.0)

@@ -20,6 +20,7 @@ from pipeline.dispatcher.dispatch_counts import DispatchMetrics
 from pipeline.dispatcher.dispatcher import Dispatcher
 from pipeline.egress.publisher import Publisher
 from pipeline.egress.release_events import ReleaseEventPublisher
+from pipeline.experiments.controller import ExperimentController
 from pipeline.gateway.batches.finalizer import Finalizer
 from pipeline.gateway.files.service import Files
 from pipeline.gateway.http.goodput import GoodputMetrics
@@ -154,6 +155,7 @@ PARTS: dict[str, tuple[Any, str, Make]] = {
     "housekeeping": (RetentionSweep, "run", housekeeping),
     "autoscaler": (Autoscaler, "decide_once", autoscaler),
     "releases": (RolloutController, "poll", lambda root, _: RolloutController(root.world).run),
+    "experiments": (ExperimentController, "poll", lambda root, _: ExperimentController(root.world).run),
     "release events": (
         ReleaseEventPublisher,
         "poll",
