@@ -188,9 +188,11 @@ ContentPolicies = Annotated[
     list[str] | None,
     typer.Option(
         "--content-policy",
-        metavar="NAME[:ARGUMENT]",
-        help="Have this policy judge prompts and answers: rules:FILE.toml (keywords and regexes), or the name of one "
-        "that is installed. May be repeated. Default: TOKENMILL_CONTENT_POLICIES, else none.",
+        metavar="[flag=|route@MODEL=]NAME[:ARGUMENT]",
+        help="Have this policy judge prompts and answers: rules:FILE.toml (keywords and regexes), guard:FILE.toml (a "
+        "served model), or the name of one that is installed. flag= before it lets texts pass that it would refuse, "
+        "and flags them; route@MODEL= sends prompts to MODEL. May be repeated. Default: TOKENMILL_CONTENT_POLICIES, "
+        "else none.",
     ),
 ]
 TensorParallel = Annotated[

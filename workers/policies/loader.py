@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from typing import Any, Final, Literal
 
 from workers.errors import WorkerError
+from workers.policies import guard_model
 from workers.policies import rules as content_rules
 from workers.policies.acting import ActingPolicy
 from workers.policies.policy import NO_POLICIES, Policies
@@ -15,7 +16,7 @@ GROUP: Final = "tokenmill.content_policies"
 """Entry point group. Each entry is a callable that takes the argument after the colon, or None, and returns a
 `ContentPolicy`."""
 
-BUILT_IN: Final[Mapping[str, Callable[[str | None], Any]]] = {"rules": content_rules.load}
+BUILT_IN: Final[Mapping[str, Callable[[str | None], Any]]] = {"rules": content_rules.load, "guard": guard_model.load}
 
 
 class PolicyError(WorkerError):
@@ -27,7 +28,7 @@ def load_policies(chosen: Sequence[str]) -> Policies:
 
     Raises:
         PolicyError: there is no such policy, or it can't be loaded.
-        RulesError: a file of rules can't be used.
+        RulesError: a file of rules can't be used.  GuardFileError: a guard model's file, or its server, can't be used.
     """
     return Policies(tuple(_load(one) for one in chosen), tuple(chosen)) if chosen else NO_POLICIES
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
@@ -18,6 +19,7 @@ from schemas.requests.policy_report import NO_REPORT
 from schemas.requests.sampling_defaults import answer_limit
 from workers.errors import ModelMismatchError
 from workers.model.loaded_model import LoadedModel
+from workers.policies.concurrency import for_each_row
 from workers.policies.policy import NO_POLICIES, JudgedText, Policies, PolicyGuard
 from workers.rows import PreparedRow, RejectedRow, RowName
 from workers.shards.isolation import condemn
@@ -70,6 +72,8 @@ class ShardReader:
         for line in lines:
             if line.error is None:
                 self._read(line, work, translator, pooled)
+        judged = [line for line in lines if line.error is None and line.guard is not None]
+        for_each_row(partial(self._judge, work, pooled), judged, self.policies.concurrency)
         self._encode(lines, work, pooled)
         waiting: list[PreparedRow] = []
         rejected: list[RejectedRow] = []
@@ -132,23 +136,34 @@ class ShardReader:
             line.parsed = _parse(line.url, line.body)
             url = CHAT_URL if line.url in DIALECTS else line.url  # policies judge what the model gets
             about = JudgedText(f"{work.job.id}/{line.names[0].row}", work.job.tenant, line.model, url)
-            line.guard = guard = self.policies.guard(about, self.model.answers_to)
-            tokenizer = self.model.tokenizer
-            if not isinstance(line.parsed, GenerationBody):
-                line.inputs = pooled.inputs_of(line.parsed)
-                if guard is not None:
-                    guard.check_prompt(pooled.texts_of(line.parsed, line.inputs))
-            else:
+            line.guard = self.policies.guard(about, self.model.answers_to)
+            if isinstance(line.parsed, GenerationBody):
                 line.prompts = translator.prompts_of(line.parsed)
-                if guard is not None:
-                    for prompt in line.prompts:
-                        guard.check_prompt(texts_of_prompt(line.parsed, prompt, tokenizer))
+            else:
+                line.inputs = pooled.inputs_of(line.parsed)
         except RowError as error:
             line.error = translate_error(line.url, error)
         except (ModelMismatchError, MemoryError):  # it concerns the run, not the row
             raise
         except Exception as error:  # noqa: BLE001 - it concerns one row
             line.error = _unforeseen(error, "a row could not be read", line, work)
+
+    def _judge(self, work: ShardWork, pooled: PooledReader, line: _Line) -> None:
+        """Check the prompts of a row against the policies. Threads may judge different rows."""
+        assert line.parsed is not None
+        assert line.guard is not None
+        try:
+            if not isinstance(line.parsed, GenerationBody):
+                line.guard.check_prompt(pooled.texts_of(line.parsed, line.inputs))
+                return
+            for prompt in line.prompts:
+                line.guard.check_prompt(texts_of_prompt(line.parsed, prompt, self.model.tokenizer))
+        except RowError as error:
+            line.error = translate_error(line.url, error)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - it concerns one row
+            line.error = _unforeseen(error, "a row could not be judged", line, work)
 
     def _check_model(self, name: str, work: ShardWork) -> None:
         pin = work.job.model_named(name)

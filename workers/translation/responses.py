@@ -24,6 +24,7 @@ from schemas.requests.bodies import REASONING_NAMES
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import Body, ChatBody, CompletionBody, GenerationBody
 from schemas.requests.policy_report import PolicyReport, add_report
+from workers.policies.concurrency import for_each_row
 from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow, RejectedRow, RowName, response_id
 from workers.structured.constraints import shown_tokens
 from workers.structured.grammar import Grammar, too_complex
@@ -101,10 +102,17 @@ class ResponseBuilder:
                 results += _with_report(pooled, row.prepared.report)
             else:
                 answered.append(row)
-        for row, texts in zip(answered, self._decode_rows(answered), strict=True):
-            built = _build_or_fail(row, envelope, partial(self._answer, row, texts, envelope))
-            results += _with_report(built, row.prepared.report)
+        pairs = list(zip(answered, self._decode_rows(answered), strict=True))
+        concurrency = max((row.prepared.guard.concurrency for row in answered if row.prepared.guard), default=1)
+        for rows_of_one in for_each_row(partial(self._judged_answer, envelope), pairs, concurrency):
+            results += rows_of_one
         return results
+
+    def _judged_answer(self, envelope: Envelope, pair: tuple[ComputedRow, list[str] | None]) -> list[ResultRow]:
+        """The results of an answered row, or of its failure. Threads may make those of different rows."""
+        row, texts = pair
+        built = _build_or_fail(row, envelope, partial(self._answer, row, texts, envelope))
+        return _with_report(built, row.prepared.report)
 
     def _decode_rows(self, rows: Sequence[ComputedRow]) -> Sequence[list[str] | None]:
         """The texts of each row; None for all of them: one row fails, so each must be decoded by itself."""

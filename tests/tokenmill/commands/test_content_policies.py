@@ -132,7 +132,7 @@ def test_given_a_changed_policy_when_refused_rows_are_tried_again_then_it_judges
     [
         ("rules:birds.toml", "birds.toml: rule 'birds': regexes[1]: missing ): (; correct it (RE2's syntax: neither"),
         ("rules", "content policy rules needs a file; name it, as in rules:policy.toml"),
-        ("sparrows", "content policy 'sparrows' is not installed (known: rules); correct the name, or install it"),
+        ("sparrows", "content policy 'sparrows' is not installed (known: guard, rules); correct the name, or"),
     ],
 )
 def test_given_a_policy_that_can_t_be_used_when_run_then_nothing_is_begun(
@@ -189,7 +189,7 @@ def test_given_a_policy_of_an_installed_distribution_when_run_then_it_judges(
     assert "content policy 'quiet' could not judge the answer (RuntimeError)" in rows["d"]["error_message"]
     assert "quietly.py:" in ended.err, "the log says where it failed"
     assert "alcon" not in ended.err
-    assert "known: quiet, rules" in tokenmill(*run, "-o", folder / "no", "--content-policy", "none").error
+    assert "known: guard, quiet, rules" in tokenmill(*run, "-o", folder / "no", "--content-policy", "none").error
 
 
 @pytest.fixture

@@ -352,7 +352,7 @@ def test_names_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
     for chosen, what in (
         (["rules"], "needs a file; name it, as in rules:policy.toml"),
         ([f"rules:{tmp_path}/none.toml"], "none.toml: can't be read: No such file"),
-        (["unknown"], "content policy 'unknown' is not installed (known: rules)"),
+        (["unknown"], "content policy 'unknown' is not installed (known: guard, rules)"),
     ):
         with pytest.raises((PolicyError, RulesError)) as wrong:
             load_policies(chosen)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,54 +11,30 @@ import openai.types.chat
 import pytest
 from structlog.testing import capture_logs
 
-from engine.config import CacheConfig, EngineConfig, ScheduleConfig
-from pipeline.adapters.system_clock import SystemClock
-from pipeline.lane.client import CallSettings, answer
+from engine.config import EngineConfig
 from pipeline.lane.memory import MemoryLane
 from pipeline.ports import PipelineError
-from pipeline.worker_client.ports import BY_URGENCY
-from schemas.jobs.job import Tier
 from schemas.jobs.results import RowStatus
 from schemas.requests.errors import RowErrorCode
-from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
-from tests.waiting import HANG_SECONDS
-from tests.workers.structured import tool_templates
-from workers.lane.requests import LaneRules
-from workers.lane.routes import FindModel, no_models
-from workers.lane.server import LaneServer, LaneServing
+from schemas.workers.lane import ErrorEvent, TokensEvent
+from tests.workers.policies.worker_harness import (
+    CLOCK,
+    CONFIG,
+    end_of,
+    forced_chat,
+    rows_of,
+    serving_worker,
+    text_of,
+)
+from workers.lane.routes import no_models
 from workers.model.loaded_model import LoadedModel
 from workers.policies.policy import ALLOWED, NO_POLICIES, Answer, Policies, PolicyVerdict, Prompt
 from workers.policies.rules import Rules
-from workers.settings import WorkerSettings
-from workers.shards.worker import ShardWorker
-from workers.text.chat_options import ChatOptions
 
 WORD = "falcon"
 LEAD = "We went up the hill in the morning, and there we saw a "
 TAIL = " circling over the lake" * 15
 FORBIDDEN, FINE = f"{LEAD}{WORD}{TAIL}", f"{LEAD}heron{TAIL}"
-CONFIG = EngineConfig(
-    dtype="float32",
-    threads=1,
-    max_model_len=2048,
-    cache=CacheConfig(block_size=16, num_blocks=600),
-    schedule=ScheduleConfig(max_num_seqs=8),
-)
-CLOCK = SystemClock()
-CALL = CallSettings(silence_timeout_seconds=5.0, poll_interval_seconds=0.02)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, tiny_models: Any, kit: Any) -> LoadedModel:
-    folder = tmp_path_factory.mktemp("judged") / "tiny"
-    tiny_models.make_tiny_model("llama", folder, vocab_size=420, max_position_embeddings=2048)
-    kit.byte_level_tokenizer().save_pretrained(folder)
-    return LoadedModel.load(folder, name="tiny", config=CONFIG, chat=ChatOptions(tool_templates.HERMES))
-
-
-@pytest.fixture(autouse=True)
-def _end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.lane.server._TAKE_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -93,22 +65,6 @@ class RaisingAtEndPolicy(RaisingPolicy):
     """The same, at the end of the answer only."""
 
     window = None
-
-
-def forced_chat(kit: Any, *texts: str, prompt: str = "Tell me.", **more: Any) -> dict[str, Any]:
-    """A chat whose answer is one of these texts."""
-    body = {"structured_outputs": {"choice": list(texts)}, "temperature": 0, "max_tokens": 800, **more}
-    made: dict[str, Any] = kit.chat(prompt, **body)
-    return made
-
-
-def rows_of(kit: Any, model: LoadedModel, bodies: Sequence[Any], policies: Policies, **settings: Any) -> Any:
-    """The sink of a shard of these bodies."""
-    sink = kit.MemorySink()
-    how = WorkerSettings(policies=policies, **settings)
-    source = kit.ListSource([kit.make_work(bodies)])
-    ShardWorker(model, source, sink, SystemClock(), how, helper=kit.InlineExecutor()).run()
-    return sink
 
 
 def message_of(row: Any) -> Any:
@@ -286,62 +242,6 @@ def acting_rules(folder: Path) -> Policies:
         encoding="utf-8",
     )
     return Policies((("rules", Rules(path)),))
-
-
-class EndlessSource:
-    """A source without shards that never finishes."""
-
-    def take(self, timeout: float, tiers: Sequence[Tier] = BY_URGENCY) -> None:
-        return None
-
-    def finished(self) -> bool:
-        return False
-
-
-SendRequest = Callable[..., list[LaneEvent]]
-
-
-@contextmanager
-def serving_worker(
-    kit: Any,
-    model: LoadedModel,
-    policies: Policies,
-    lane: MemoryLane | None = None,
-    find_model: FindModel = no_models,
-) -> Iterator[SendRequest]:
-    """A worker on a lane, by default of its own: gives the events of a body's answer."""
-    lane, stop = lane or MemoryLane(CLOCK), threading.Event()
-    serving = LaneServing(emit_interval_seconds=0.0, emit_interval_seconds_each=0.0)
-    rules = LaneRules(policies=policies)
-    server = LaneServer(model, lane.worker(model.name), CLOCK, rules, serving, find_model=find_model)
-
-    def run() -> None:
-        with server.running(stop) as side_work:
-            ShardWorker(model, EndlessSource(), kit.MemorySink(), CLOCK, beside=side_work).run(stop)
-
-    def send(body: dict[str, Any], **more: Any) -> list[LaneEvent]:
-        url = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-        request = LaneRequest(f"r{time.monotonic_ns()}", model.pin().key, body, url=url, **more)
-        return list(answer(lane, request, CLOCK, CALL))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield send
-    finally:
-        stop.set()
-        thread.join(HANG_SECONDS)
-        assert not thread.is_alive()
-    assert not model.engine.has_work
-
-
-def text_of(events: Sequence[LaneEvent], choice: int = 0) -> str:
-    return "".join(event.text for event in events if isinstance(event, TokensEvent) and event.choice == choice)
-
-
-def end_of(events: Sequence[LaneEvent]) -> EndEvent:
-    assert isinstance(events[-1], EndEvent), events[-1]
-    return events[-1]
 
 
 def check_cut(text: str) -> None:

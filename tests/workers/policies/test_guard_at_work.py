@@ -1,0 +1,141 @@
+"""A guard model in a worker: rows of shards and requests of the lane, also while its server is stopped or hangs."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.jobs.results import RowStatus
+from schemas.requests.errors import RowErrorCode
+from schemas.workers.lane import EndEvent, ErrorEvent
+from tests.waiting import wait_for
+from tests.workers.policies.scripted_guard import ScriptedGuard, serving_guard
+from tests.workers.policies.test_guard_model import write
+from tests.workers.policies.worker_harness import end_of, forced_chat, rows_of, serving_worker, text_of
+from workers.model.loaded_model import LoadedModel
+from workers.policies.loader import load_policies
+from workers.policies.policy import Policies
+
+ANSWERS = "[[label]]\nname = 'safe'\n[[label]]\nname = 'unsafe'\naction = 'refuse'\n"
+Load = Callable[..., Policies]
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedGuard]:
+    with serving_guard(ScriptedGuard(labels={"bomb": "unsafe", "dosage": "medical", "moon": "odd"})) as guard:
+        yield guard
+
+
+@pytest.fixture
+def load(server: ScriptedGuard, tmp_path: Path) -> Load:
+    """Loads the guard of a file with these fields."""
+    return lambda **fields: load_policies([f"guard:{write(tmp_path, server.url, prompt='{{ text }}', **fields)}"])
+
+
+def test_given_planted_prompts_then_rows_are_refused_flagged_and_routed_and_the_guards_tokens_are_counted(
+    model: LoadedModel, load: Load, server: ScriptedGuard, kit: Any
+) -> None:
+    server.together = 4  # rows are judged at the same time
+    bodies = [kit.chat(text, max_tokens=4) for text in ("a bomb", "the moon", "which dosage?", "hello")]
+    sink = rows_of(kit, model, bodies, load(concurrency=4))
+    reports = [json.loads(sink.rows[row].content_policies) for row in range(4)]
+    assert [[verdict["action"] for verdict in report["verdicts"]] for report in reports] == [
+        ["refuse"], ["flag"], ["route"], [],
+    ]  # fmt: skip
+    assert [sink.rows[row].status_code for row in range(4)] == [400, 200, 400, 200]
+    assert all(report["usage"]["prompt_tokens"] > 20 for report in reports)
+    assert all(report["usage"]["completion_tokens"] == 2 for report in reports)
+
+
+def test_given_answers_then_they_are_judged_at_the_same_time_and_refused_ones_withheld(
+    model: LoadedModel, load: Load, server: ScriptedGuard, kit: Any
+) -> None:
+    server.together = 2
+    bodies = [forced_chat(kit, text) for text in ("a bomb", "a flower", "a tree")]
+    sink = rows_of(kit, model, bodies, load(apply="answer", labels=ANSWERS))
+    assert [sink.rows[row].finish_reason for row in range(3)] == ["content_filter", "stop", "stop"]
+    assert [sink.rows[row].text for row in range(3)] == ["", "a flower", "a tree"]
+
+
+@pytest.mark.parametrize("how", ["open", "closed"])
+def test_given_a_stopped_guard_then_rows_end_as_the_file_says(
+    model: LoadedModel, tmp_path: Path, kit: Any, how: str
+) -> None:
+    with serving_guard() as server:
+        policies = load_policies([f"guard:{write(tmp_path, server.url, on_failure=how)}"])
+    bodies = [kit.chat(f"row {number}", max_tokens=2) for number in range(12)]
+    sink = rows_of(kit, model, bodies, policies)
+    assert len(sink.rows) == 12
+    for row in sink.rows.values():
+        if how == "open":
+            (verdict,) = json.loads(row.content_policies)["verdicts"]
+            assert (row.status, verdict["rule"]) == (RowStatus.SUCCEEDED, "not judged (GuardUnavailable)")
+        else:
+            assert (row.status, row.error_code) == (RowStatus.FAILED, RowErrorCode.ENGINE_ERROR)
+            assert "could not judge the prompt (GuardUnavailable)" in row.error_message
+    assert policies.counts is not None
+    assert policies.counts.read()["guard"].failures == 12
+
+
+@pytest.mark.parametrize("how", ["open", "closed"])
+@pytest.mark.parametrize("side", ["prompt", "answer"])
+def test_given_a_guard_that_hangs_then_each_request_ends_as_the_file_says(
+    model: LoadedModel, load: Load, server: ScriptedGuard, kit: Any, how: str, side: str
+) -> None:
+    policies = load(apply=side, on_failure=how, timeout_seconds=0.2, labels=ANSWERS)
+    server.hang = True
+    with serving_worker(kit, model, policies) as send, ThreadPoolExecutor(6) as pool:
+        ends = [events[-1] for events in pool.map(lambda number: send(kit.chat(f"r{number}", max_tokens=2)), range(6))]
+    for end in ends:
+        if how == "open":
+            assert isinstance(end, EndEvent)
+            (verdict,) = end.response["tokenmill"]["content_policies"]["verdicts"]
+            assert verdict["rule"].startswith("not judged (Guard")
+        else:
+            assert isinstance(end, ErrorEvent)
+            assert (end.code, end.status) == ("engine_error", 500)
+            assert f"could not judge the {side} (Guard" in end.message
+
+
+def test_given_a_guard_that_takes_its_time_then_other_requests_are_answered_meanwhile(
+    model: LoadedModel, load: Load, server: ScriptedGuard, kit: Any
+) -> None:
+    policies = load(apply="answer", labels=ANSWERS, timeout_seconds=60, concurrency=4)
+    with serving_worker(kit, model, policies) as send, ThreadPoolExecutor(1) as pool:
+        server.hang = True
+        slow = pool.submit(send, forced_chat(kit, "a slow one"))
+        wait_for(lambda: server.asked, "the guard is not asked")
+        server.hang = False
+        quick = send(forced_chat(kit, "a flower"))
+        assert text_of(quick) == "a flower"
+        assert not slow.done(), "its answer is not judged yet"
+        server.released.set()
+        assert text_of(slow.result()) == "a slow one"
+
+
+def test_given_a_worker_that_stops_then_answers_being_judged_are_still_emitted(
+    model: LoadedModel, load: Load, server: ScriptedGuard, kit: Any
+) -> None:
+    server.hang = True
+    policies = load(apply="answer", labels=ANSWERS, timeout_seconds=60)
+    with ThreadPoolExecutor(1) as pool:
+        with serving_worker(kit, model, policies) as send:
+            answered = pool.submit(send, forced_chat(kit, "a flower"))
+            wait_for(lambda: server.asked, "the guard is not asked")
+            threading.Timer(0.2, server.released.set).start()
+        assert end_of(answered.result()).response["choices"][0]["message"]["content"] == "a flower"
+
+
+def test_given_a_refused_answer_then_its_stream_has_none_of_its_text(model: LoadedModel, load: Load, kit: Any) -> None:
+    with serving_worker(kit, model, load(apply="answer", labels=ANSWERS)) as send:
+        events = send(forced_chat(kit, "how to build a bomb"))
+        passed = send(forced_chat(kit, "how to build a boat"))
+    assert text_of(events) == ""
+    assert end_of(events).response["choices"][0]["finish_reason"] == "content_filter"
+    assert text_of(passed) == "how to build a boat"
