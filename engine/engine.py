@@ -473,6 +473,11 @@ class Engine:
         """See `StepEngine.set_slo_weights`."""
         return self.scheduler.set_slo_weights(weights)
 
+    def set_drafting(self, *, enabled: bool) -> bool:
+        """See `StepEngine.set_drafting`."""
+        self.scheduler.set_drafting(enabled=enabled)
+        return True
+
     def cancel(self, request_id: str, choice: int | None = None) -> bool:
         """End a request, or one choice of it, with reason "cancelled". The next `step` returns its completion, or a
         later one, when its other choices have ended. False: there is no such unfinished request or choice."""

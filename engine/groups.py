@@ -89,6 +89,10 @@ class GroupEngine:
         """See `StepEngine.settle`."""
         self.engine.settle(more_to_come=more_to_come)
 
+    def set_drafting(self, *, enabled: bool) -> bool:
+        """See `StepEngine.set_drafting`."""
+        return self.engine.set_drafting(enabled=enabled)
+
     def cancel(self, request_id: str, choice: int | None = None) -> bool:
         """See `StepEngine.cancel`. Members that share their scores are cancelled together only."""
         opened = self._open.get(request_id)

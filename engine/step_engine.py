@@ -59,6 +59,11 @@ class StepEngine(Protocol):
         from the next planned step on. False: nothing changed, because this engine has no such control."""
         ...
 
+    def set_drafting(self, *, enabled: bool) -> bool:
+        """Turn speculation off or on again, from the next step on. True: it is so, also where there is none; False:
+        this engine decides by itself."""
+        ...
+
     def cancel(self, request_id: str, choice: int | None = None) -> bool:
         """End a request, or one choice of it, with reason "cancelled". The next `step` returns its completion, or a
         later one, when its other choices have ended. False: there is no such unfinished request or choice."""

@@ -51,6 +51,10 @@ class Embedder:
         """See `StepEngine.settle`."""
         self.engine.settle(more_to_come=more_to_come)
 
+    def set_drafting(self, *, enabled: bool) -> bool:
+        """See `StepEngine.set_drafting`."""
+        return self.engine.set_drafting(enabled=enabled)
+
     def cancel(self, request_id: str, choice: int | None = None) -> bool:
         """See `StepEngine.cancel`. A request that pools has no choices: it ends as a whole."""
         return self.engine.cancel(request_id, None if request_id in self._open else choice)

@@ -140,6 +140,10 @@ class EncoderEngine:
     def settle(self, *, more_to_come: bool) -> None:
         """Do nothing: the order of batches does not depend on it."""
 
+    def set_drafting(self, *, enabled: bool) -> bool:
+        """Return True: an encoder drafts nothing."""
+        return True
+
     def cancel(self, request_id: str, choice: int | None = None) -> bool:
         """End a request, whatever the choice: it has one. Its completion, with reason "cancelled", comes with the next
         `step`. False: unknown id."""

@@ -227,6 +227,10 @@ class Scheduler:
         self._drafting = Drafting(self._batch, proposer, lengths, self._demand.max_chunk, budget)
         self._planner.drafting = self._drafting
 
+    def set_drafting(self, *, enabled: bool) -> None:
+        """Turn speculation off or on again, from the next step on."""
+        self._planner.drafting = self._drafting if enabled else None
+
     def use_tiers(
         self, host: HostTier | None, imported: ImportedBlocks | None, disk: BlockTier | None, max_loads: int
     ) -> None:
@@ -323,7 +327,8 @@ class Scheduler:
         """Promise the tokens of the step in flight, so that the next one can be planned before they arrive. False: its
         results are needed first, because a row of it is `awaited`, it holds drafts, or the next one may."""
         ((plan, epochs, _),) = self._in_flight
-        if plan.drafts is not None or (self._drafting is not None and not self._drafting.idle):
+        drafting = self._planner.drafting
+        if plan.drafts is not None or (drafting is not None and not drafting.idle):
             return False
         batch = self._batch
         if batch.awaited[plan.rows].any():

@@ -229,6 +229,10 @@ class VLLMEngine:
     def settle(self, *, more_to_come: bool) -> None:
         """Do nothing: vLLM's order does not depend on it."""
 
+    def set_drafting(self, *, enabled: bool) -> bool:
+        """Return False: vLLM's speculation is set at its start."""
+        return False
+
     def cancel(self, request_id: str, choice: int | None = None) -> bool:
         """See `StepEngine.cancel`."""
         opened = self._open.get(request_id)

@@ -447,6 +447,25 @@ def test_given_a_draft_model_when_there_is_little_room_then_answers_are_those_wi
         assert stats.speculation.accepted > 0.3 * stats.speculation.drafted
 
 
+def test_given_drafts_that_are_turned_off_and_on_again_then_answers_are_those_without(tiny_model: TinyModel) -> None:
+    path = tiny_model("llama")
+    requests = [Request(str(i), as_token_ids(prompt), GREEDY) for i, prompt in enumerate(repeating_prompts(6))]
+    plain = run(load(path, "off"), requests)
+    engine = with_draft(path, path)
+    for request in requests:
+        engine.add(request)
+    done: dict[str, Completion] = {}
+    drafted = [0]
+    for enabled in (True, False, True):
+        assert engine.set_drafting(enabled=enabled)
+        for _ in range(4):
+            done |= {completion.request_id: completion for completion in engine.step()}
+        drafted.append(engine.stats().speculation.drafted)
+    done |= run(engine, [])
+    assert_same(done, plain)
+    assert drafted[0] < drafted[1] == drafted[2] < drafted[3]
+
+
 def test_given_a_draft_model_of_another_vocabulary_then_it_is_refused_by_name(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:

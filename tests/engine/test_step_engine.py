@@ -145,6 +145,15 @@ def test_every_request_ends_once_with_its_tokens(make: Make) -> None:
     assert engine.stats().generated - before == sum(5 + number for number in range(9))
 
 
+def test_drafts_can_be_turned_off_and_on_or_the_engine_says_that_they_cant(make: Make) -> None:
+    engine = make()
+    answers = [complete(engine, [ask("a")])["a"]]
+    for enabled in (False, True):
+        assert engine.set_drafting(enabled=enabled) is not isinstance(engine, VLLMEngine)
+        answers.append(complete(engine, [ask("a")])["a"])
+    assert tokens(answers[0]) == tokens(answers[1]) == tokens(answers[2])
+
+
 def test_choices_of_a_request_come_together(make: Make) -> None:
     completion = complete(make(), [ask("a", n=3, temperature=1.0, seed=7)])["a"]
     assert [choice.index for choice in completion.choices] == [0, 1, 2]

@@ -133,6 +133,9 @@ class SteppedEngine:
     def settle(self, *, more_to_come: bool) -> None:
         self._engine.settle(more_to_come=more_to_come)
 
+    def set_drafting(self, *, enabled: bool) -> bool:
+        return self._engine.set_drafting(enabled=enabled)
+
     def add(self, request: Request) -> None:
         self._engine.add(request)
         if request.request_id == PROBE:

@@ -7,10 +7,12 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from pipeline.adapters.memory.degradation import MemoryDegradationBoard
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.lane.memory import MemoryLane
 from pipeline.lane.ports import LaneMonitor, OpenLane
+from pipeline.overload.ports import DegradationBoard
 from pipeline.ports import Heartbeats, Lease, ShardQueue, World
 from pipeline.worker_client.ports import HEARTBEAT_SECONDS
 from schemas.settings.settings import Settings
@@ -36,6 +38,7 @@ class Backends:
     queue: ShardQueue
     heartbeats: Heartbeats
     lane: OpenLane
+    degradation: DegradationBoard
     poll_seconds: float
     settle: float = 0.0
     lease: Lease | None = None
@@ -46,7 +49,11 @@ def in_process_backends(root: Root, settings: Settings) -> Backends:
     """Back ends for threads of this process."""
     clock = root.world.clock
     return Backends(
-        MemoryQueue(), MemoryHeartbeats(clock, SILENCE), MemoryLane(clock, settings.lane.limits), poll_seconds=0.02
+        MemoryQueue(),
+        MemoryHeartbeats(clock, SILENCE),
+        MemoryLane(clock, settings.lane.limits),
+        MemoryDegradationBoard(clock),
+        poll_seconds=0.02,
     )
 
 
@@ -73,6 +80,7 @@ def redis_backends(settings: Settings) -> Iterator[Backends]:
     """Back ends on Redis, and on Celery's broker. Raises `UserError` when none is named."""
     from pipeline.adapters.celery.shard_queue import CeleryQueue, CeleryQueueSettings
     from pipeline.adapters.redis.connection import RedisSettings
+    from pipeline.adapters.redis.degradation import RedisDegradationBoard
     from pipeline.adapters.redis.heartbeats import RedisHeartbeats
     from pipeline.adapters.redis.lease import RedisLease
     from pipeline.adapters.system_clock import SystemClock, SystemRandomness
@@ -96,7 +104,9 @@ def redis_backends(settings: Settings) -> Iterator[Backends]:
             stack.callback(lease.close)
         lane = RedisLane(RedisSettings(redis_url), SystemClock(), settings.lane.limits)
         stack.callback(lane.close)
-        yield Backends(queue, heartbeats, lane, REMOTE_POLL_SECONDS, 2 * HEARTBEAT_SECONDS, *leases)
+        degradation = RedisDegradationBoard(RedisSettings(redis_url))
+        stack.callback(degradation.close)
+        yield Backends(queue, heartbeats, lane, degradation, REMOTE_POLL_SECONDS, 2 * HEARTBEAT_SECONDS, *leases)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from pipeline.lane.placement import LatencyTargets
 from pipeline.lane.queue_order import queues_of_no_worker
 from pipeline.models.catalog import BY_DIGEST
 from pipeline.models.registry import ModelRegistry
+from pipeline.overload.observer import DegradationObserver
 from pipeline.ports import StoreUnavailable
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.job import Tier
@@ -270,6 +271,7 @@ class WorkerService:
         )  # fmt: skip
         self._client = client
         logger.info("model's turn", model=model.name, key=key)
+        degradation = DegradationObserver(self._backends.degradation, model.name)
         try:
             with (
                 frozen_heap(),
@@ -278,6 +280,7 @@ class WorkerService:
                     self._redis_url,
                 ) as handover,
                 self._watchdog.watching(),
+                degradation.polling(),
                 LaneServer(
                     model, self._lane, world.clock, self._lane_rules, self._serving, self._lane_limits,
                     world.traces, handover, self._find_model,
@@ -291,7 +294,7 @@ class WorkerService:
                 source = RotatingShardSource(tolerant, self._rotation, lambda: side_work.busy)
                 ShardWorker(
                     model, source, tolerant, world.clock, self._settings, self._watchdog,
-                    beside=side_work, traces=world.traces,
+                    beside=side_work, traces=world.traces, degradation=degradation.steps,
                 ).run(stop)  # fmt: skip
         finally:
             self._client = None

@@ -75,15 +75,16 @@ class ShardFetcher:
             self.prepared = shard
         return shard
 
-    def fetch(self, executor: Executor, open_tiers: Sequence[Tier]) -> None:
+    def fetch(self, executor: Executor, open_tiers: Sequence[Tier], among: Sequence[Tier] = BY_URGENCY) -> None:
         """Fetch and prepare the next shard, unless one is being fetched. While a prepared shard waits, only tiers are
-        fetched that would be opened at once: more urgent than it and all open shards (`open_tiers`)."""
+        fetched that would be opened at once: more urgent than it and all open shards (`open_tiers`). `among`: no other
+        tiers."""
         if self._preparing is not None or self._is_source_finished or self._clock.monotonic() < self._next_poll:
             return
         tiers: Sequence[Tier] = BY_URGENCY
         if self.prepared is not None:
             tiers = BY_URGENCY[: min(BY_URGENCY.index(tier) for tier in (*open_tiers, self.prepared.work.tier))]
-        if tiers:
+        if tiers := [tier for tier in tiers if tier in among]:
             self._preparing = executor.submit(self._fetch, tiers)
 
     def take(self) -> PreparedShard | None:

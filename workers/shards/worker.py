@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -33,18 +33,21 @@ from pipeline.ports import Clock, StoreError
 from pipeline.tracing import NO_TRACES, Traces
 from pipeline.worker_client.ports import BY_URGENCY, RevokedShards, ShardSink, ShardSource
 from schemas.requests.errors import RowError, RowErrorCode
+from schemas.settings.overload import StepName
 from workers.model.loaded_model import LoadedModel
 from workers.observability.progress import WorkerObserver, WorkerProgress
 from workers.observability.tracing import ShardSpans, end_step
 from workers.rows import ComputedRow, PreparedRow, RejectedRow
 from workers.settings import IDLE_SECONDS, WorkerSettings
 from workers.shards.cost_sharing import shares_of_step
+from workers.shards.degradation import ShardDegradation, no_steps
 from workers.shards.heartbeats import HEARTBEAT_THREADS, HeartbeatSender, Timer, thread_timer
 from workers.shards.isolation import PROBE, Member, RowIsolation, probe
 from workers.shards.lookahead import Lookahead, engine_has_all
 from workers.shards.open_shard import OpenShard, PreparedShard
 from workers.shards.prefetch import ShardFetcher
 from workers.shards.reporter import WorkerReporter
+from workers.shards.resume import resume_failed
 from workers.shards.shard_reader import ShardReader
 from workers.shards.write_queue import RunningRow, ShardWriter
 from workers.side_work import NoSideWork, SideWork, drain_side_work
@@ -69,6 +72,7 @@ class ShardWorker:
         traces: Traces = NO_TRACES,
         heartbeat_executor: Executor | None = None,
         heartbeat_timer: Timer | None = None,
+        degradation: Callable[[], Collection[StepName]] = no_steps,
     ) -> None:
         """
         Args:
@@ -76,6 +80,7 @@ class ShardWorker:
             beside: requests that the engine computes in the same batch as the shards' rows.
             heartbeat_executor: sends the heartbeats; None: `helper` does.
             heartbeat_timer: repeats heartbeats; None: nothing repeats them where one of the executors is given.
+            degradation: the active steps of degradation.
         """
         self._model = model
         self._engine = model.engine
@@ -102,6 +107,7 @@ class ShardWorker:
         self._running: dict[str, RunningRow] = {}  # by request id
         self._isolation = RowIsolation(model.engine, model.max_num_seqs)
         self._probe = probe(model)
+        self._degradation = ShardDegradation(model.engine, degradation)
 
     def run(self, stop: threading.Event | None = None) -> WorkerProgress:
         """Compute shards until the source is finished or `stop` is set; then unfinished shards are released.
@@ -153,12 +159,18 @@ class ShardWorker:
     def _iterate(self, fetch_executor: Executor) -> None:
         """One iteration of the loop: at most one step of the engine."""
         self._collect()
+        self._degradation.refresh()
         self._fetch_ahead(fetch_executor)
         self._side_work.poll(admit=not (self._isolation or self._isolation.is_trying))
         self._feed_engine()
         if self._engine.has_work:
             self._step()
-        elif not self._isolation and (self._fetcher.is_preparing or self._writer.is_pending or not self._shards):
+        elif not self._isolation and (
+            self._fetcher.is_preparing
+            or self._writer.is_pending
+            or not self._shards
+            or self._degradation.is_bulk_paused
+        ):
             self._side_work.wait(IDLE_SECONDS)
         self._commit_done()
         self._writer.checkpoint_if_due(self._shards, self._running.values())
@@ -172,14 +184,18 @@ class ShardWorker:
     def _fetch_ahead(self, fetch_executor: Executor) -> None:
         """Open the prepared shard when too few rows are left, and start to fetch the one after it: preparing a shard
         takes time in which the engine should not run dry."""
-        has_room = len(self._shards) < self._settings.max_open_shards
-        if has_room and (
-            self._fetcher.is_source_finished or self._lookahead.wants_shard(self._shards, self._engine.num_waiting)
+        computed = [shard for shard in self._shards if not self._degradation.pauses(shard.work)]
+        prepared = self._fetcher.prepared
+        is_paused = prepared is not None and self._degradation.pauses(prepared.work)
+        if (
+            len(computed) < self._settings.max_open_shards
+            and not is_paused
+            and (self._fetcher.is_source_finished or self._lookahead.wants_shard(computed, self._engine.num_waiting))
         ):
             shard = self._fetcher.take()
             if shard is not None:
                 self._open(shard)
-        self._fetcher.fetch(fetch_executor, [shard.work.tier for shard in self._shards])
+        self._fetcher.fetch(fetch_executor, [shard.work.tier for shard in self._shards], self._degradation.tiers)
 
     def _open(self, shard: PreparedShard) -> None:
         """Insert the shard after those that are as urgent."""
@@ -267,15 +283,25 @@ class ShardWorker:
                 self._writer.result_of(self._writer.write_checkpoint(self._shards, self._running.values(), final=False))
             self._isolation.release()
             self._try_apart(())
+        self._remove_paused_rows()
         last_open = self._fetcher.is_dry or self._fetcher.is_exhausted
         ahead = self._lookahead.rows(last_open=last_open)
         for shard in self._shards:
+            if self._degradation.pauses(shard.work):
+                continue
             limit = ahead + self._num_less_urgent_rows(shard)
             if shard.waiting and self._engine.num_waiting < limit and not self._has_begun(shard):
                 break
             while shard.waiting and self._engine.num_waiting < limit:
                 self._add(shard, shard.waiting.popleft())
         self._engine.settle(more_to_come=not engine_has_all(self._shards, last_open=last_open))
+
+    def _remove_paused_rows(self) -> None:
+        """Remove the rows of paused shards from the engine. They return to their shards in reverse order, each to the
+        head, so that the planner's order is kept."""
+        paused = [name for name, (shard, _) in self._running.items() if self._degradation.pauses(shard.work)]
+        for request_id in reversed(paused):
+            self._degradation.remove(request_id)
 
     def _num_less_urgent_rows(self, shard: OpenShard) -> int:
         """Rows in the engine that are less urgent than this shard's rows, which don't wait behind them."""
@@ -379,11 +405,15 @@ class ShardWorker:
             self._isolation.suspect_engine(completion.error)
             return
         found = self._running.pop(completion.request_id, None)
+        is_removed = self._degradation.has_removed(completion)
         if found is None:  # its shard was released
             return
         shard, row = found
         shard.num_in_engine -= row.request.num_choices
-        if failure_of(completion) is not None and self._isolation.take(shard, row, completion):
+        if is_removed:
+            self._checkpointer.retain(shard, row, completion)
+            shard.waiting.appendleft(resume_failed(self._engine, row, completion))
+        elif failure_of(completion) is not None and self._isolation.take(shard, row, completion):
             self._checkpointer.retain(shard, row, completion)
         else:
             self._finish([(shard, ComputedRow(row, completion))])
