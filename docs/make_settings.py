@@ -47,6 +47,7 @@ PAGES: Final = {
     "gateway": "[HTTP](../http.md).",
     "gateway.tenant_limits": "[Limits](../http.md#limits).",
     "lane.limits": "[Requests that wait](limits-and-quotas.md#interactive-requests-that-wait).",
+    "overload": "[Overload](priorities-and-latency.md#overload).",
     "lane.slo": "[Latency targets](priorities-and-latency.md#latency-targets-of-interactive-requests).",
     "retention": "[Retention](retention.md).",
     "metrics": "[Metrics and alerts](metrics-and-alerts.md).",

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pipeline.ingest.intake import IntakeMetrics
     from pipeline.lane.prefix_router import PrefixRouter
     from pipeline.models.rollout_controller import ReleaseMetrics
+    from pipeline.overload.controller import OverloadController
     from pipeline.routing.rules import RouteCounts
 
 
@@ -203,6 +204,20 @@ def virtual_models(counts: RouteCounts) -> Source:
             samples.value("tokenmill_virtual_model_requests_total", count, virtual, model)
         for model, count in sorted(counts.failures().items()):
             samples.value("tokenmill_routing_label_failures_total", count, model)
+
+    return collect
+
+
+def overload(control: OverloadController) -> Source:
+    """A gateway's overload control."""
+
+    def collect(samples: Samples) -> None:
+        for (model, tier), count in sorted(control.refused().items()):
+            samples.value("tokenmill_shed_requests_total", count, model, tier)
+        for model, seconds in sorted(control.waits().items()):
+            samples.value("tokenmill_forecast_wait_seconds", seconds, model)
+        for (model, step), is_active in sorted(control.steps().items()):
+            samples.value("tokenmill_degradation_step_active", int(is_active), model, step)
 
     return collect
 

@@ -419,6 +419,21 @@ METRICS: Final = (
         "time.",
         ("model",), ("dispatcher", "gateway"),
     ),
+    Metric(
+        "tokenmill_shed_requests_total", "counter",
+        "Requests that this gateway refused because they would have been late, or because bulk work is paused.",
+        ("model", "tier"), _GATEWAY,
+    ),
+    Metric(
+        "tokenmill_forecast_wait_seconds", "gauge",
+        "Forecast wait of a further interactive request for a row of a worker's batch, by this gateway.",
+        ("model",), _GATEWAY,
+    ),
+    Metric(
+        "tokenmill_degradation_step_active", "gauge",
+        "Whether a step of degradation is active at this gateway (1) or not (0).",
+        ("model", "step"), _GATEWAY,
+    ),
     # -- ingest
     Metric(
         "tokenmill_intake_jobs_total", "counter",

@@ -38,6 +38,7 @@ from schemas.settings.ingest import BucketOptions, CeleryOptions, KafkaOptions, 
 from schemas.settings.kv_transfer import KVTransferOptions
 from schemas.settings.lane import LaneOptions
 from schemas.settings.observability import CloudWatchOptions, TracingOptions
+from schemas.settings.overload import OverloadOptions
 from schemas.settings.releases import ReleaseRules, WarmupOptions
 
 CONFIG_VARIABLE = "TOKENMILL_CONFIG"
@@ -207,6 +208,7 @@ class Settings(BaseSettings):
         model_cache: folder of pulled weights.
         root: the folder or s3:// URL that holds all jobs of this installation.
         s3: connection to S3.  bucket, kafka, celery: ingest sources.  gateway: HTTP.  lane: interactive requests.
+        overload: when requests are refused, and steps of degradation.
         kv_transfer: of KV blocks between workers.
         redis_url: for heartbeats and locks.  broker_url: that Celery uses for shards; None: the same Redis.
         default_model: of jobs that name none; None: their rows may name any served model.
@@ -280,6 +282,7 @@ class Settings(BaseSettings):
     celery: CeleryOptions = CeleryOptions()
     gateway: GatewayOptions = GatewayOptions()
     lane: LaneOptions = LaneOptions()
+    overload: OverloadOptions = OverloadOptions()
     kv_transfer: KVTransferOptions = KVTransferOptions()
     redis_url: SecretStr | None = None
     broker_url: SecretStr | None = None

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pipeline.gateway.limits.concurrency_slots import ConcurrencySlots
     from pipeline.gateway.webhooks.service import Notifier
     from pipeline.observability.samples import Source
+    from pipeline.overload.controller import OverloadController
     from pipeline.ports import Lease
     from schemas.settings.gateway import CacheOptions
     from schemas.settings.settings import Settings
@@ -125,6 +126,7 @@ class GatewayService:
         )
         resolver = model_resolver(root.world, backends.heartbeats, backends.lane)
         self.route_counts = resolver.router.counts
+        self._overload = _overload(root, settings, backends)
         self.sources: list[Source] = [
             metric_collectors.virtual_models(self.route_counts),
             metric_collectors.workers(backends.heartbeats, each=settings.metrics.workers),
@@ -133,6 +135,7 @@ class GatewayService:
             metric_collectors.intake(root.ingest_metrics, root.world.dead_letters),
             metric_collectors.unexpected_errors(root.world.errors),
             *([] if self._router is None else [metric_collectors.lane_routes(self._router)]),
+            *([] if self._overload is None else [metric_collectors.overload(self._overload)]),
         ]
         self._parts = GatewayDependencies(
             world=root.world,
@@ -149,7 +152,7 @@ class GatewayService:
         )
         cache = _cache(root, settings.gateway.cache, shared.answers)
         self._request_builder = InferenceRequestBuilder(
-            root.world, _inference_settings(settings), self._parts.rates, cache, resolver
+            root.world, _inference_settings(settings), self._parts.rates, cache, resolver, self._overload
         )
         self._streams = StreamSettings(buffer_bytes=settings.gateway.max_stream_buffer_bytes)
         # The poll interval bounds the delay of a new request, which waits until the poll of the others ends.
@@ -167,6 +170,8 @@ class GatewayService:
         found: dict[str, Part] = {"http": self._serve, "finalizer": self._finalizer.run}
         if self._router is not None:
             found["prefix router"] = self._router.run
+        if self._overload is not None:
+            found["overload control"] = self._overload.run
         return found if self._notifier is None else found | {"webhooks": self._notifier.run}
 
     def _serve(self, stop: threading.Event) -> None:
@@ -177,8 +182,9 @@ class GatewayService:
         clock = self._parts.world.clock
         traces, ended = self._parts.world.traces, threading.Event()
         bridge = LaneBridge(
-            self._lane, clock, self._call, self._parts.http_metrics, self._max_requests, traces, self._router
-        )
+            self._lane, clock, self._call, self._parts.http_metrics, self._max_requests, traces, self._router,
+            self._overload,
+        )  # fmt: skip
         answers = InferenceResponses(self._request_builder, bridge, clock, self._streams)
         arguments = ("lane calls", bridge.run, ended, self._parts.world)
         calls = threading.Thread(target=supervise, args=arguments, name="lane calls", daemon=True)
@@ -247,6 +253,26 @@ def _rates(root: Root, settings: Settings, backends: Backends) -> RateSettings:
         default_rows = TenantCapacity(root.world.clock, backends.heartbeats, chosen.default_rows_per_worker).rows
         stored = StorageQuota(_STORED_BYTES, _STORED_FILES)
     return RateSettings(chosen.tenant_limits, chosen.tenants, chosen.key_limits, default_rows, stored)
+
+
+def _overload(root: Root, settings: Settings, backends: Backends) -> OverloadController | None:
+    """The overload control; None: no setting needs it."""
+    from pipeline.overload.controller import OverloadController
+    from pipeline.overload.forecast import Promises
+
+    options, lane = settings.overload, settings.lane
+    if not options.is_used:
+        return None
+    promises = Promises(
+        {
+            Tier.INTERACTIVE: lane.slo.ttft_seconds,
+            Tier.STANDARD: options.standard_ttft_seconds,
+            Tier.BULK: options.bulk_ttft_seconds,
+        }
+    )
+    return OverloadController(
+        root.world.clock, backends.heartbeats, backends.lane, backends.degradation, options, promises, lane.max_requests
+    )
 
 
 def _notifier(root: Root, settings: Settings, interval_seconds: float, lease: Lease | None) -> Notifier | None:

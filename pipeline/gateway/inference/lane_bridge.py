@@ -7,6 +7,7 @@ most one batch is queued between them, however fast the workers are.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,6 +21,7 @@ from pipeline.gateway.http.metrics import HttpMetrics
 from pipeline.lane.client import CallSettings, LaneCalls
 from pipeline.lane.ports import Lane, LaneFull
 from pipeline.lane.prefix_router import PrefixRouter
+from pipeline.overload.controller import OverloadController, Overloaded
 from pipeline.ports import Clock, PipelineError
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.tracing import NO_TRACES, Traces
@@ -44,6 +46,7 @@ class LaneBridge:
         metrics: count requests and responses.
         max_calls: concurrent requests; further ones are refused.
         router: chooses the workers of requests; None: any worker takes them.
+        overload: refuses requests that would be late; None: none is refused.
     """
 
     def __init__(
@@ -55,11 +58,13 @@ class LaneBridge:
         max_calls: int = 10_000,
         traces: Traces = NO_TRACES,
         router: PrefixRouter | None = None,
+        overload: OverloadController | None = None,
     ) -> None:
         self.metrics = metrics
         self._lane = lane
         self._clock = clock
         self._next_report = clock.monotonic() + _REPORT_SECONDS
+        self._overload = overload
         self._calls = LaneCalls(lane, clock, settings, traces, router)
         self._max_calls = max_calls
         self._sinks: dict[str, Sink] = {}
@@ -73,6 +78,12 @@ class LaneBridge:
         if len(self._sinks) >= self._max_calls:
             self.metrics.goodput.refused(request)
             raise _full(f"{self._max_calls} requests wait here already")
+        if self._overload is not None:
+            try:
+                self._overload.admit(request)
+            except Overloaded as error:
+                self.metrics.goodput.refused(request)
+                raise _overloaded(error) from None
         self._loop = asyncio.get_running_loop()
         self._sinks[request.id] = sink
         if request.url not in TOKENIZER_URLS:  # which would distort the times of answers
@@ -101,13 +112,19 @@ class LaneBridge:
     def cancel(self, request_id: str) -> None:
         """Cancel the request: its response isn't needed any more."""
         self.metrics.inference_finished(request_id, "cancelled")
+        self._end_load(request_id)
         if self._sinks.pop(request_id, None) is not None:
             asyncio.get_running_loop().run_in_executor(None, self._calls.cancel, request_id)
 
     def forget(self, request_id: str) -> None:
         """Remove a request that has ended."""
         self.metrics.inference_finished(request_id, "failed")  # unless its result is counted already
+        self._end_load(request_id)
         self._sinks.pop(request_id, None)
+
+    def _end_load(self, request_id: str) -> None:
+        if self._overload is not None:
+            self._overload.forget(request_id)
 
     def run(self, stop: threading.Event) -> None:
         """Poll the lane and deliver events until `stop` is set."""
@@ -143,6 +160,8 @@ class LaneBridge:
         try:
             for event in events:
                 self.metrics.record_event(event)
+                if self._overload is not None:
+                    self._overload.record(event)
                 sink = self._sinks.get(event.request)
                 if sink is not None:
                     self._pass_to_sink(event, sink)
@@ -168,3 +187,10 @@ def draining() -> ApiError:
 
 def _full(why: str) -> ApiError:
     return ApiError(429, "lane_full", f"{why}; ask again later", headers={"Retry-After": "5"})
+
+
+def _overloaded(error: Overloaded) -> ApiError:
+    """Whole seconds are all that Retry-After can say; OpenAI's clients wait for `retry-after-ms`."""
+    seconds = error.retry_seconds
+    headers = {"Retry-After": str(max(1, math.ceil(seconds))), "retry-after-ms": str(max(1, round(seconds * 1_000)))}
+    return ApiError(429, "overloaded", str(error), headers=headers)

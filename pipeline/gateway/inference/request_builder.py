@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -20,6 +20,7 @@ from pipeline.gateway.limits.admission import AdmittedRequest, RateLimiter
 from pipeline.ingest.validation import first_mistake
 from pipeline.lane.dialects import lane_url, rewrite_response, translate_event
 from pipeline.models.virtual_models import ModelResolver
+from pipeline.overload.controller import OverloadController
 from pipeline.planner.tokens import DEFAULT_TOKENS_PER_BYTE
 from pipeline.ports import World
 from pipeline.routing.requests import RoutedRequest, estimate_prompt_tokens
@@ -42,8 +43,12 @@ from schemas.requests.tokenizing import (
     counted_chat,
     parse_tokenizing,
 )
+from schemas.settings.overload import StepName
 from schemas.virtual_models import VirtualModel
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
+
+DEGRADED: Final = "x-tokenmill-degraded"
+"""The response header with the steps of degradation that changed a request."""
 
 
 class Extension(BaseModel):
@@ -105,6 +110,7 @@ class InferenceRequest:
         cache_key: of its response; None: the response cache isn't used.
         policies: the fingerprint of the content policies that the catalog names for the model.
         service_tier: the response's, if the body sets one.
+        degraded: steps of degradation that changed the request.
     """
 
     request: LaneRequest
@@ -119,6 +125,13 @@ class InferenceRequest:
     cache_key: str | None = None
     policies: str | None = None
     service_tier: str | None = None
+    degraded: tuple[StepName, ...] = ()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response."""
+        limits = {} if self.ticket is None else self.ticket.headers
+        return limits | ({DEGRADED: ", ".join(self.degraded)} if self.degraded else {})
 
     @property
     def added_fields(self) -> dict[str, Any]:
@@ -144,6 +157,7 @@ class InferenceRequestBuilder:
         rates: the rate limiter; None: no limits.
         cache: the response cache; None: responses aren't cached.
         resolver: finds the models of requests; None: one that knows nothing about the workers' load.
+        overload: has the steps of degradation; None: there are none.
     """
 
     def __init__(
@@ -153,8 +167,10 @@ class InferenceRequestBuilder:
         rates: RateLimiter | None = None,
         cache: ResponseCache | None = None,
         resolver: ModelResolver | None = None,
+        overload: OverloadController | None = None,
     ) -> None:
         self.cache = cache
+        self._overload = overload
         self._world = world
         self._rates = rates
         self._settings = settings or InferenceSettings()
@@ -180,13 +196,14 @@ class InferenceRequestBuilder:
         with _refusals():
             checked = parse_body(url, plain, self._settings.limits)
             dumped = orjson.loads(dump_body(checked))
-        entry = self._entry(checked, caller, tier)
+        entry, degraded = self._route_small(self._entry(checked, caller, tier))
         defaults = entry.pin.sampling_defaults
         if (filled := fill_in(checked, defaults)) is not checked:
             checked, dumped = filled, orjson.loads(dump_body(filled))
         default_max_tokens = answer_limit(defaults, self._settings.default_max_tokens)
         if isinstance(checked, GenerationBody):
             self._check_tokens(caller, tier, url, checked, dumped, default_max_tokens)
+            degraded += self._cap_tokens(entry.pin.name, checked, dumped, default_max_tokens)
         if stream and not isinstance(checked, GenerationBody):
             raise bad_request(f"there is no stream of {url}; remove stream", "stream")
         if stream and isinstance(checked, CompletionBody) and checked.echo:
@@ -215,6 +232,7 @@ class InferenceRequestBuilder:
             key,
             entry.policies,
             service_tier,
+            degraded,
         )
 
     def _read_tokenizing(self, caller: Caller, url: str, body: Mapping[str, Any]) -> InferenceRequest:
@@ -342,6 +360,24 @@ class InferenceRequestBuilder:
             name = name if (dialect := DIALECTS.get(url)) is None else dialect.rename(name)
             of = "this API key" if min(caps) == caller.max_tokens else f"the {tier} tier"
             raise bad_request(f"{name} is {limit}, but {of} allows at most {min(caps)}; lower it", name)
+
+    def _route_small(self, entry: CatalogEntry) -> tuple[CatalogEntry, tuple[StepName, ...]]:
+        """The model that answers, and the step of degradation if that one has replaced it by a smaller one."""
+        small = None if self._overload is None else self._overload.small_model(entry.pin.name)
+        found = None if small is None else self._resolver.find(small)
+        return (found, ("route_small",)) if isinstance(found, CatalogEntry) else (entry, ())
+
+    def _cap_tokens(
+        self, model: str, body: GenerationBody, dumped: dict[str, Any], default_max_tokens: int
+    ) -> tuple[StepName, ...]:
+        """Limit the answer's tokens, but not below min_tokens, while that step of degradation is active; returns the
+        step if it shortens the answer."""
+        cap = None if self._overload is None else self._overload.max_tokens(model)
+        name = "max_completion_tokens" if "max_completion_tokens" in dumped else "max_tokens"
+        if cap is None or dumped.get(name, default_max_tokens) <= (cap := max(cap, body.min_tokens)):
+            return ()
+        dumped[name] = cap
+        return ("cap_max_tokens",)
 
     def _entry(self, body: Body | TokenizeBody | DetokenizeBody, caller: Caller, tier: Tier) -> CatalogEntry:
         """The catalog entry of the model that answers the request; raises `ApiError`."""

@@ -69,10 +69,10 @@ REFUSALS: Final[Mapping[int, Refusal]] = {
     429: Refusal(
         (
             "rate_limit_exceeded", "backlog_full", "lane_full", "too_many_streams", "too_many_websockets",
-            "too_many_requests",
+            "too_many_requests", "overloaded",
         ),
         "A limit is exceeded: retry after Retry-After; without that header, send a smaller request.",
-        ("Retry-After?", "x-should-retry?"),
+        ("Retry-After?", "retry-after-ms?", "x-should-retry?"),
     ),
     500: Refusal(("internal_error", "engine_error"), "Internal error; report it to the operator with x-request-id."),
     503: Refusal(
@@ -103,6 +103,8 @@ HEADERS: Final[Mapping[str, tuple[str, Json]]] = {
     "x-ratelimit-remaining-tokens": ("The remaining tokens of the limit.", _NUMBER),
     "x-ratelimit-reset-tokens": ("The time until the full limit of tokens is available again.", _AMOUNT),
     "Retry-After": ("Seconds to wait before a retry.", {"type": "integer", "minimum": 1}),
+    "retry-after-ms": ("The same in milliseconds, exactly.", {"type": "integer", "minimum": 1}),
+    "x-tokenmill-degraded": ("Steps of degradation that changed the request.", {"type": "string"}),
     "x-should-retry": ("Present when a retry can't succeed.", {"const": "false"}),
     "WWW-Authenticate": ("The authentication scheme.", {"const": "Bearer"}),
     "Allow": ("The methods that the path supports.", {"type": "string"}),

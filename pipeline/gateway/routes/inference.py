@@ -12,6 +12,7 @@ from fastapi import APIRouter, Header, Request, Response
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import disconnected
+from pipeline.gateway.inference.request_builder import DEGRADED
 from pipeline.gateway.inference.responses import InferenceResponses
 from pipeline.gateway.inference.sse import STREAM_ID, EventStream, wait_for_disconnect
 from pipeline.gateway.openapi.document import BODY, document_body, document_responses
@@ -113,8 +114,7 @@ async def reply(
 ) -> Response:
     """The response to a request to this url: complete, or a stream."""
     inference = await answers.read(caller, url, body)
-    if inference.ticket is not None:
-        add_headers(request, inference.ticket.headers)
+    add_headers(request, inference.headers)
     if inference.stream:
         stream = await answers.stream(inference)
         add_headers(request, model_header(stream.served_by))
@@ -168,7 +168,7 @@ def document_events(*shapes: str, last: str = "that of the last is `[DONE]`") ->
     return {"text/event-stream": {"schema": {"description": text}, "x-item-schema": {"anyOf": items}}}
 
 
-_ID = (STREAM_ID, MODEL)
+_ID = (STREAM_ID, MODEL, f"{DEGRADED}?")
 _ASKED = (*BODY, 404)
 _CHATS = document_responses(
     *_ASKED, content=document_json("ChatCompletion") | document_events("ChatCompletionChunk", "Error"), headers=_ID

@@ -10,6 +10,7 @@ from fastapi.responses import StreamingResponse
 from pipeline.gateway.batches.messages import MessageBatches
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
+from pipeline.gateway.inference.request_builder import DEGRADED
 from pipeline.gateway.inference.responses import InferenceResponses
 from pipeline.gateway.inference.sse import STREAM_ID
 from pipeline.gateway.openapi.document import BODY, document_body, document_responses
@@ -120,6 +121,6 @@ _RESPONSES = document_responses(
     404,
     content=document_json("AnthropicMessage")
     | document_events("AnthropicEvent", "AnthropicError", last="the last is message_stop or an error"),
-    headers=(STREAM_ID, MODEL),
+    headers=(STREAM_ID, MODEL, f"{DEGRADED}?"),
     anthropic=True,
 )

@@ -20,6 +20,7 @@ from openai import OpenAI
 from pipeline import metric_collectors
 from pipeline.adapters.folder.durable import LOCAL_DISK, Disk
 from pipeline.adapters.folder.store import FolderStore
+from pipeline.adapters.memory.degradation import MemoryDegradationBoard
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.s3.settings import S3Settings
@@ -54,17 +55,22 @@ from pipeline.lane.memory import MemoryLane
 from pipeline.ledger.ledger import JobLedger
 from pipeline.models.catalog import Catalog
 from pipeline.observability.exposition import Metrics
+from pipeline.overload.controller import OverloadController
+from pipeline.overload.forecast import Promises
 from pipeline.ports import World
 from pipeline.worker_client.shard_client import ShardClient
+from schemas.jobs.job import Tier
 from schemas.models import CatalogEntry
 from schemas.settings.gateway import CacheOptions, GatewayOptions
 from schemas.settings.lane import SloOptions
+from schemas.settings.overload import OverloadOptions
 from tests.pipeline.gateway.lane_worker import LaneWorker
 from tests.pipeline.gateway.witness import Watched, Witness
 from tests.pipeline.made_jobs import MODELS, PIN, computed, report
 from tests.waiting import HANG_SECONDS
 
 SCHEMAS = cache(build_schemas)
+PROMISES = Promises({Tier.INTERACTIVE: 1.0, Tier.STANDARD: 10.0, Tier.BULK: 60.0})
 DOCUMENTS: dict[tuple[str, str | None], dict[str, Any]] = {}
 """OpenAPI documents by a gateway's options and default model. Most of the processor time of a short test would be
 spent on making one."""
@@ -102,6 +108,7 @@ class HttpHarness:
     stop: threading.Event
     app: RequestMiddleware
     witness: Witness
+    overload: OverloadController | None = None
 
     def client(self, key: str = "none", **more: Any) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", timeout=HANG_SECONDS, api_key=key, **{"max_retries": 0, **more})
@@ -133,6 +140,7 @@ def run_http_harness(
     grace: float = 0.2,
     cache: CacheOptions | None = None,
     disk: Disk = LOCAL_DISK,
+    overload: OverloadOptions | None = None,
 ) -> Iterator[HttpHarness]:
     """Run a gateway until the block ends.
 
@@ -144,6 +152,7 @@ def run_http_harness(
         cache: the bounds of the response cache.
         disk: of the root's folder.
         grace: seconds that a worker has to finish the shards of a cancelled batch.
+        overload: the overload control, which the test refreshes; None: none.
     """
     options = settings or GatewayOptions(drain_seconds=5.0)
     stop, permitted = threading.Event(), threading.Semaphore(permits)
@@ -177,13 +186,16 @@ def run_http_harness(
             ),
         )
         lane = MemoryLane(clock)
+        control = None
+        if overload is not None:
+            control = OverloadController(clock, beats, lane, MemoryDegradationBoard(clock), overload, PROMISES)
         worker, bridge = (
             LaneWorker(lane),
-            LaneBridge(lane, clock, CallSettings(poll_interval_seconds=0.01), http_metrics),
+            LaneBridge(lane, clock, CallSettings(poll_interval_seconds=0.01), http_metrics, overload=control),
         )
         answers = InferenceResponses(
             InferenceRequestBuilder(
-                world, inference, parts.rates, ResponseCache(clock, MemoryResponseStore(clock), cache)
+                world, inference, parts.rates, ResponseCache(clock, MemoryResponseStore(clock), cache), overload=control
             ),
             bridge,
             clock,
@@ -213,7 +225,7 @@ def run_http_harness(
         try:
             yield HttpHarness(
                 world, clock, parts, finalizer, keys, server.url, permitted, worker, bridge, beats, stop, app,
-                witness,
+                witness, control,
             )  # fmt: skip
         finally:
             stop.set()

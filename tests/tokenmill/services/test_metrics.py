@@ -38,6 +38,10 @@ SELDOM = {
         )
     ),
     *(name for name in NAMES if name.startswith("tokenmill_experiment")),
+    # Without TOKENMILL_OVERLOAD:
+    "tokenmill_shed_requests_total",
+    "tokenmill_forecast_wait_seconds",
+    "tokenmill_degradation_step_active",
     # Without --role:
     "tokenmill_handovers_total",
     "tokenmill_kv_fetch_seconds_total",
