@@ -17,7 +17,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +28,9 @@ from numpy.typing import NDArray
 from engine.config import EngineConfig, ScheduleConfig
 from engine.models.load import describe_model
 from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
+from engine.runner.runner import StepRunner
 from schemas.requests.parsing import CHAT_URL, COMPLETIONS_URL, ChatBody, CompletionBody, load_body
+from schemas.settings.settings import Settings
 from tokenmill.config.job_options import choose_model
 from tokenmill.services import worker as working
 from tokenmill.settings import read_settings
@@ -144,6 +146,29 @@ def _meters(folder: Path) -> Iterator[tuple[int, int]]:
         yield int(sampled), int(running)
 
 
+def load_null(
+    model: str,
+    settings: Settings,
+    schedule: ScheduleConfig,
+    make_runner: Callable[[RowState, int], StepRunner] = PromptRunner,
+) -> LoadedModel:
+    """The null worker's model for MODEL or NAME=MODEL."""
+    chosen = choose_model(model, settings.model_cache)
+    path = model_path(Path(chosen.source.path))
+    loaded = LoadedModel.without_weights(
+        path,
+        name=chosen.name,
+        config=EngineConfig(schedule=schedule),
+        num_blocks=NUM_BLOCKS,
+        digest="sha256:" + hashlib.sha256(b"null\0" + model_digest(path).encode()).hexdigest(),
+        make_runner=make_runner,
+    )
+    ends = [*loaded.limits.end_token_ids, loaded.tokenizer.eos_token_id or 0]
+    if max(ends) >= FIRST_TOKEN:
+        sys.exit(f"error: {path}: its end tokens {ends} could come up by chance; take a model that has them first")
+    return loaded
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, action="append", help="MODEL or NAME=MODEL; may be repeated")
@@ -157,23 +182,10 @@ def main() -> None:
     meter = None if args.meters is None else open_meter(args.meters)
     settings = read_settings()
 
-    def load(model: str) -> LoadedModel:
-        chosen = choose_model(model, settings.model_cache)
-        path = model_path(Path(chosen.source.path))
-        loaded = LoadedModel.without_weights(
-            path,
-            name=chosen.name,
-            config=EngineConfig(schedule=ScheduleConfig(args.max_num_seqs, args.max_num_batched_tokens)),
-            num_blocks=NUM_BLOCKS,
-            digest="sha256:" + hashlib.sha256(b"null\0" + model_digest(path).encode()).hexdigest(),
-            make_runner=partial(PromptRunner, step_seconds=args.step_ms / 1000, meter=meter),
-        )
-        ends = [*loaded.limits.end_token_ids, loaded.tokenizer.eos_token_id or 0]
-        if max(ends) >= FIRST_TOKEN:
-            sys.exit(f"error: {path}: its end tokens {ends} could come up by chance; take a model that has them first")
-        return loaded
-
-    working.run_worker(args.root, settings, [partial(load, model) for model in args.model], args.switch_after)
+    schedule = ScheduleConfig(args.max_num_seqs, args.max_num_batched_tokens)
+    runner = partial(PromptRunner, step_seconds=args.step_ms / 1000, meter=meter)
+    loads = [partial(load_null, model, settings, schedule, runner) for model in args.model]
+    working.run_worker(args.root, settings, loads, args.switch_after)
 
 
 if __name__ == "__main__":
