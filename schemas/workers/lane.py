@@ -92,6 +92,8 @@ class LaneRequest:
         traceparent: the sender's span context, if it traces.
         queue: the sub-queue of the model in which the request waits for a worker.
         kv_source: where the prompt's blocks are, if an earlier attempt computed it to hand it over.
+        sampled_as: id of the request of which this is a copy: without a seed both are sampled with the same random
+            numbers. None: it is no copy.
     """
 
     __pydantic_config__ = _STRICT
@@ -108,6 +110,7 @@ class LaneRequest:
     traceparent: Traceparent | None = None
     queue: QueueName = ""
     kv_source: KVSource | None = None
+    sampled_as: Id | None = None
 
 
 @dataclass(frozen=True, slots=True)

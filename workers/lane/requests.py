@@ -75,7 +75,7 @@ class LaneReader:
         translator = Translator(
             self._model.tokenizer, self._model.limits, self._job_rules(request), self._model.grammars
         )
-        hints = RowHints(_row_number(request.id))
+        hints = RowHints(_row_number(request.sampled_as or request.id))
         if not isinstance(body, GenerationBody):
             return PreparedRow(names, body, self._pooled(request, body, translator, hints, guard), guard)
         inputs = translator.prompts_of(body)

@@ -281,6 +281,18 @@ def test_an_attempt_resumes_after_the_tokens_of_another(
             assert text_of(first, choice).endswith(text[choice])
 
 
+def test_a_copy_without_a_seed_is_sampled_as_its_original(
+    loaded: LoadedModel, kit: Any, lane: MemoryLane, work: Any
+) -> None:
+    work(loaded)
+    body = kit.completion("dice", temperature=1.5, max_tokens=30, ignore_eos=True)
+    first = response(events_of(lane, request(loaded, body, "original")))
+    copy = response(events_of(lane, request(loaded, body, "copy", sampled_as="original")))
+    other = response(events_of(lane, request(loaded, body, "other")))
+    assert alike(copy) == alike(first)
+    assert alike(other) != alike(first)
+
+
 @pytest.mark.parametrize(
     ("body", "url", "code", "status"),
     [
