@@ -6,14 +6,15 @@ and servers.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 import structlog
 
-from pipeline.lane.ports import Lane, LaneFull, LaneStream
+from pipeline.lane.ports import START, Lane, LaneFull, LaneStream
 from pipeline.lane.prefix_router import PrefixRouter
 from pipeline.ports import Clock, PipelineError
 from pipeline.runtime.availability import ServiceUnavailable
@@ -24,6 +25,10 @@ LANE_UNAVAILABLE: Final = "lane_unavailable"
 LANE_FULL: Final = "lane_full"
 WORKER_LOST: Final = "worker_lost"
 REQUEST_TIMEOUT: Final = "request_timeout"
+HANDED_BACK: Final = "handed_back"
+NO_ANSWER: Final = "no_answer"
+FAILED: Final = "failed"
+ROUTED: Final = "routed"
 ROUTE_LOOP: Final = "route_loop"
 MAX_ROUTES: Final = 3
 """How often content policies may send a request to another model."""
@@ -51,14 +56,43 @@ class CallSettings:
     pause_per_call_seconds: float = 5e-5
 
 
+Received = Literal["restart", "continue", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """What becomes of a request whose model's workers lose it, hand it back, fail (5xx) or don't begin to answer it. It
+    is for versions of a model that are on trial, and applies once.
+
+    Attributes:
+        model: `ModelPin.key` of the model whose workers answer then; None: the request fails.
+        after_seconds: how long the first event may take.
+        received: with tokens that were received before: the answer begins anew ("restart"), goes on after them
+            ("continue"), or fails ("fail").
+        report: is called with `WORKER_LOST`, `HANDED_BACK`, `FAILED`, `NO_ANSWER`, `LANE_FULL`, or `ROUTED` (the model of
+            content policies answers), on the thread that polls or starts the call.
+    """
+
+    model: str | None
+    after_seconds: float
+    received: Received
+    report: Callable[[str], None]
+
+    def applies(self, has_tokens: bool) -> bool:
+        """Whether another model answers a request of which tokens were received, or none."""
+        return self.model is not None and not (has_tokens and self.received == "fail")
+
+
 @dataclass(slots=True)
 class _Call:
     """An open call. `checked_at`: time of its last event, or of the last check whether it was lost. `span`: from its
-    start until its end."""
+    start until its end. `fallback`: is due at `fallback_at` unless an event has arrived."""
 
     stream: LaneStream
     checked_at: float
     span: Span = NO_SPAN
+    fallback: Fallback | None = None
+    fallback_at: float = 0.0
     sent: bool = False
     losses: int = 0
 
@@ -72,6 +106,9 @@ class LaneCalls:
 
     Args:
         router: chooses the workers of first attempts; None: any worker takes them.
+
+    Attributes:
+        lost_at: when workers lost a request without a fallback last, by the monotonic clock.
     """
 
     def __init__(
@@ -91,11 +128,12 @@ class LaneCalls:
         self._calls: dict[str, _Call] = {}
         self._answered_at = clock.monotonic()  # of the lane's last answer
         self._next_read = self._answered_at
+        self.lost_at = -math.inf
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def start(self, request: LaneRequest) -> bool:
+    def start(self, request: LaneRequest, fallback: Fallback | None = None) -> bool:
         """Send the request, now or when the lane can be reached; False: its call is open already.
 
         Raises `LaneFull`, and `PipelineError` for a request that the lane refuses.
@@ -105,11 +143,19 @@ class LaneCalls:
                 return False
         if self._router is not None:
             request = self._router.route(request)
-        call = self._open_call(request)
+        call = self._open_call(request, fallback)
         request = call.stream.request
         try:
             self._lane.send(request)
             call.sent = True
+        except LaneFull:
+            if fallback is None or fallback.model is None:
+                self._release_worker(request)
+                call.span.end(LaneFull.__name__)
+                raise
+            call.fallback = None
+            fallback.report(LANE_FULL)
+            return self.start(replace(request, model=fallback.model, queue=""))
         except ServiceUnavailable as error:
             logger.warning("request not sent yet", request=request.id, reason=str(error))
         except PipelineError as error:
@@ -123,14 +169,15 @@ class LaneCalls:
             self._changed.notify_all()
         return True
 
-    def _open_call(self, request: LaneRequest) -> _Call:
+    def _open_call(self, request: LaneRequest, fallback: Fallback | None) -> _Call:
         """A call with a span of its own, if tracing is on; the worker's spans are its children."""
         span = NO_SPAN
         if self._traces.is_enabled:
             attributes = {"tokenmill.request.id": request.id, "tokenmill.tier": request.tier.value}
             span = self._traces.begin("lane", attributes, kind="client", parent=request.traceparent)
             request = replace(request, traceparent=span.traceparent)
-        return _Call(LaneStream(request), self._clock.monotonic(), span)
+        now = self._clock.monotonic()
+        return _Call(LaneStream(request), now, span, fallback, now + (fallback.after_seconds if fallback else 0.0))
 
     def wait(self, seconds: float) -> None:
         """Wait until a call is open, for so many seconds at most."""
@@ -181,6 +228,9 @@ class LaneCalls:
         yield from self._read(self._open(calls), self._settings.poll_interval_seconds)
         now = self._clock.monotonic()
         self._next_read = now + len(calls) * self._settings.pause_per_call_seconds
+        for call in self._open(calls):
+            if call.fallback is not None and call.stream.position == START and now >= call.fallback_at:
+                yield from self._fall_back(call, call.fallback, NO_ANSWER)
         silent = [
             call
             for call in self._open(calls)
@@ -227,6 +277,9 @@ class LaneCalls:
             if isinstance(counted, HandBackEvent):
                 yield from self._go_on(call, counted)
                 continue
+            if _is_failure(counted) and call.fallback is not None and call.fallback.applies(call.stream.has_tokens):
+                yield from self._fall_back(call, call.fallback, FAILED)
+                continue
             if call.stream.ended:
                 self._forget(call)
                 call.span.end(counted.code if isinstance(counted, ErrorEvent) else None)
@@ -234,7 +287,16 @@ class LaneCalls:
 
     def _go_on(self, call: _Call, event: HandBackEvent) -> Iterator[LaneEvent]:
         """Send a request again that its worker handed back."""
-        if event.route is None:
+        if call.fallback is not None and event.route is not None:
+            call.fallback.report(ROUTED)
+            is_copy, call.fallback = call.fallback.model is None, None
+            if is_copy:
+                yield self._fail(call, ROUTED, "content policies sent the copy to another model", 503)
+                self._cancel(call)
+                return
+        if call.fallback is not None and event.kv_source is None:
+            yield from self._fall_back(call, call.fallback, HANDED_BACK)
+        elif event.route is None:
             self._resend(call, "handed back by its worker", event.kv_source)
         elif call.stream.routes >= MAX_ROUTES:
             message = (
@@ -246,6 +308,10 @@ class LaneCalls:
             yield event
 
     def _lost(self, call: _Call) -> Iterator[LaneEvent]:
+        if call.fallback is not None:
+            yield from self._fall_back(call, call.fallback, WORKER_LOST)
+            return
+        self.lost_at = self._clock.monotonic()
         call.losses += 1
         if call.losses >= self._settings.attempts:
             yield self._fail(call, WORKER_LOST, f"lost with its worker {call.losses} times", 503)
@@ -260,6 +326,20 @@ class LaneCalls:
             logger.info("request routed", request=request.id, model=route.name)
         elif kv_source is None:
             logger.warning("request sent again", request=request.id, attempt=request.attempt, why=why)
+        call.sent = False
+
+    def _fall_back(self, call: _Call, fallback: Fallback, code: str) -> Iterator[LaneEvent]:
+        """Send the request to the workers of its other model, or end it."""
+        call.fallback = None
+        fallback.report(code)
+        self._cancel(call)
+        if not fallback.applies(call.stream.has_tokens):
+            yield self._fail(call, code, "its model's workers don't answer it any more", 503)
+            return
+        self._release_worker(call.stream.request)
+        request = call.stream.again(model=fallback.model, anew=fallback.received == "restart")
+        call.span.event("sent to another version", {"tokenmill.attempt": request.attempt, "tokenmill.reason": code})
+        logger.warning("request sent to another version", request=request.id, attempt=request.attempt, why=code)
         call.sent = False
 
     def _fail(self, call: _Call, code: str, message: str, status: int) -> LaneEvent:
@@ -282,6 +362,10 @@ class LaneCalls:
             self._lane.cancel(call.stream.request)
         except ServiceUnavailable as error:  # then it ends at its deadline
             logger.warning("request not cancelled", request=call.stream.request.id, reason=str(error))
+
+
+def _is_failure(event: LaneEvent) -> bool:
+    return isinstance(event, ErrorEvent) and event.status >= 500
 
 
 def answer(lane: Lane, request: LaneRequest, clock: Clock, settings: CallSettings | None = None) -> Iterator[LaneEvent]:

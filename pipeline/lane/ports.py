@@ -227,6 +227,11 @@ class LaneStream:
         self._next = 0
         self._tokens: dict[int, list[int]] = {choice: list(ids) for choice, ids in enumerate(request.tokens)}
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether tokens of the answer were received."""
+        return any(self._tokens.values())
+
     def accept(self, event: LaneEvent) -> LaneEvent | None:
         """The event if it is accepted; an error instead if earlier events are missing; None if it is ignored."""
         if self.ended or event.attempt != self.request.attempt or event.sequence < self._next:
@@ -243,10 +248,26 @@ class LaneStream:
             event = replace(event, response=response)
         return event
 
-    def again(self, kv_source: KVSource | None = None, route: Route | None = None) -> LaneRequest:
+    def again(
+        self,
+        kv_source: KVSource | None = None,
+        route: Route | None = None,
+        model: str | None = None,
+        *,
+        anew: bool = False,
+    ) -> LaneRequest:
         """Start the next attempt, which continues after the received tokens; from now on only its events count. It is
-        addressed to no worker. `kv_source`: where the prompt's blocks are, for a decode worker. `route`: the model that
-        answers instead; the response gets the verdicts that led to it."""
+        addressed to no worker.
+
+        Args:
+            kv_source: where the prompt's blocks are, for a decode worker.
+            route: the model that answers instead; the response gets the verdicts that led to it.
+            model: `ModelPin.key` of another version that answers instead; None: the same one does.
+            anew: the answer begins anew; the received tokens don't count.
+        """
+        self.ended = False
+        if anew:
+            self._tokens.clear()
         if route is not None:
             self.routes += 1
             self._reports.append(route.report)
@@ -256,6 +277,7 @@ class LaneStream:
         tokens = tuple(tuple(self._tokens.get(choice, ())) for choice in choices)
         self.request = replace(
             self.request,
+            model=self.request.model if model is None else model,
             attempt=self.request.attempt + 1,
             tokens=tokens,
             queue="" if kv_source is None else DECODE,

@@ -9,7 +9,18 @@ from datetime import timedelta
 import pytest
 from pydantic import ValidationError
 
-from pipeline.lane.client import CallSettings, LaneCalls, answer
+from pipeline.lane.client import (
+    FAILED,
+    HANDED_BACK,
+    LANE_FULL,
+    NO_ANSWER,
+    WORKER_LOST,
+    CallSettings,
+    Fallback,
+    LaneCalls,
+    Received,
+    answer,
+)
 from pipeline.lane.memory import MemoryLane
 from pipeline.lane.ports import LANE_OVERRUN, LaneQueue, LaneStream
 from pipeline.runtime.availability import ServiceUnavailable
@@ -209,6 +220,114 @@ def test_between_two_reads_there_is_a_pause_for_each_call_and_what_comes_meanwhi
     assert clock.monotonic() == pytest.approx(0.3)
     assert list(calls.turn()) == []
     assert clock.monotonic() == pytest.approx(0.6)
+
+
+# -- versions on trial
+
+
+class Trial:
+    """Calls with a fallback from model "m" to "old", by the simulated clock."""
+
+    def __init__(self, received: Received, model: str | None = "old", bounds: LaneSettings | None = None) -> None:
+        self.clock = SimulatedClock()
+        self.lane = MemoryLane(self.clock, bounds or LaneSettings(worker_timeout_seconds=1.0))
+        settings = CallSettings(silence_timeout_seconds=1.0, poll_interval_seconds=0.5)
+        self.calls = LaneCalls(PollingLane(self.lane, self.clock), self.clock, settings)
+        self.reports: list[str] = []
+        self.fallback = Fallback(model, 5.0, received, self.reports.append)
+
+    def start(self) -> None:
+        assert self.calls.start(REQUEST, self.fallback)
+
+    def take(self, model: str) -> list[LaneRequest]:
+        self.worker = self.lane.worker(f"w-{model}")
+        return self.worker.take([LaneQueue(model)], 9, 0)
+
+    def turn(self, times: int = 3) -> list[LaneEvent]:
+        return [event for _ in range(times) for event in self.calls.turn()]
+
+
+@pytest.mark.parametrize(
+    ("received", "expected"), [("restart", ()), ("continue", ((1, 2),)), ("fail", None)]
+)  # fmt: skip
+def test_what_a_version_on_trial_lost_is_answered_by_the_other_one(
+    received: Received, expected: tuple[tuple[int, ...], ...] | None
+) -> None:
+    trial = Trial(received)
+    trial.start()
+    assert len(trial.take("m")) == 1
+    trial.worker.emit([tokens(0, 1, 2)])
+    assert trial.turn(1) == [tokens(0, 1, 2)]
+    trial.clock.sleep(2.0)
+    events = trial.turn(6)
+    assert trial.reports == [WORKER_LOST]
+    assert trial.take("m") == []
+    if expected is None:
+        assert [(event.kind, getattr(event, "code", None)) for event in events] == [("error", WORKER_LOST)]
+        return
+    (taken,) = trial.take("old")
+    assert (taken.model, taken.attempt, taken.tokens) == ("old", 2, expected)
+    trial.worker.emit([EndEvent("r1", 2, 0, {"a": 1})])
+    assert trial.turn(1) == [EndEvent("r1", 2, 0, {"a": 1})]
+    assert len(trial.calls) == 0
+
+
+def test_what_a_version_on_trial_hands_back_goes_to_the_other_one() -> None:
+    trial = Trial("continue")
+    trial.start()
+    trial.take("m")
+    trial.worker.emit([tokens(0, 1), HandBackEvent("r1", 1, 1)])
+    assert trial.turn(2) == [tokens(0, 1)]
+    assert trial.reports == [HANDED_BACK]
+    assert [one.tokens for one in trial.take("old")] == [((1,),)]
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_what_a_version_on_trial_does_not_begin_goes_to_the_other_one(began: bool) -> None:
+    trial = Trial("continue", bounds=LaneSettings())
+    trial.start()
+    trial.take("m")
+    if began:
+        trial.worker.emit([tokens(0, 1)])
+    for _ in range(6):
+        trial.clock.sleep(1.0)
+        trial.worker.hold(["r1"])
+        trial.turn(1)
+    assert trial.reports == ([] if began else [NO_ANSWER])
+    assert len(trial.take("old")) == (0 if began else 1)
+
+
+@pytest.mark.parametrize(("status", "received", "falls_back"), [(500, "fail", True), (400, "fail", False)])
+def test_a_failure_of_a_version_on_trial_is_not_the_callers_and_a_refusal_is(
+    status: int, received: Received, falls_back: bool
+) -> None:
+    trial = Trial(received)
+    trial.start()
+    trial.take("m")
+    trial.worker.emit([ErrorEvent("r1", 1, 0, "it_broke", "it broke", status)])
+    events = trial.turn(2)
+    assert (trial.reports, events == []) == ([FAILED] if falls_back else [], falls_back)
+    assert len(trial.take("old")) == falls_back
+
+
+def test_a_full_lane_of_a_version_on_trial_is_not_the_callers() -> None:
+    trial = Trial("continue", bounds=LaneSettings(max_waiting=1))
+    trial.lane.send(LaneRequest("another", "m", {}))
+    trial.start()
+    assert trial.reports == [LANE_FULL]
+    assert [one.id for one in trial.take("old")] == ["r1"]
+
+
+def test_a_copy_that_is_lost_is_not_sent_again() -> None:
+    trial = Trial("fail", model=None)
+    trial.start()
+    trial.take("m")
+    trial.worker.emit([tokens(0, 1)])
+    trial.turn(1)
+    trial.clock.sleep(2.0)
+    (last,) = trial.turn(6)
+    assert isinstance(last, ErrorEvent)
+    assert (last.code, len(trial.calls)) == (WORKER_LOST, 0)
 
 
 class PollingLane(BrokenLane):
