@@ -1,9 +1,9 @@
-"""Records of releases: canary answers, a release with its two versions, and its outcome. All but the record of failures
-are written once."""
+"""Records of releases: canary answers, a release with its two versions, what was compared, and the outcome. All but the
+record of failures are written once."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import AwareDatetime, Field, model_validator
 
@@ -101,15 +101,20 @@ class Bounds(StoredReport):
 
 
 class ReleaseComparison(StoredReport):
-    """The comparison of a candidate with the stable version, on the same rows.
+    """The comparison of a candidate with the stable version, on the same rows or callers' requests.
 
     Attributes:
-        shards, rows: numbers of those compared.
+        shards, rows: numbers of those compared; of callers' requests: of groups of 16, and of requests.
         failed: rows that only the candidate failed.  mended: rows that only the stable version failed.
         more_errors: the share of failed rows minus that of mended ones.
         agreement: similarity of answers, 0 to 1.
         latency: time per token, as a multiple of the stable version's.
+        ttft, itl: time to the first token and between two tokens of callers' requests, as multiples of the stable
+            version's.  length: tokens of their answers, likewise.
+        lost: requests that the candidate's workers lost.  dropped: copies that were not sent or not compared.
         drift: of log-probabilities on the canary prompts; None: one of the two has no record.
+        mirror, canary: of callers' requests, answered by the stable version, and by the candidate; None: there are
+            none.
     """
 
     shards: Count
@@ -119,7 +124,73 @@ class ReleaseComparison(StoredReport):
     more_errors: Bounds | None = None
     agreement: Bounds | None = None
     latency: Bounds | None = None
+    ttft: Bounds | None = None
+    itl: Bounds | None = None
+    length: Bounds | None = None
+    lost: Count = 0
+    dropped: Count = 0
     drift: LogprobDrift | None = None
+    mirror: ReleaseComparison | None = None
+    canary: ReleaseComparison | None = None
+
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Traffic = Literal["mirror", "canary"]
+"""Who answers the callers of compared requests: the stable version, or the candidate."""
+
+MAX_SAMPLES: Final = 64
+"""Compared requests in one stored object."""
+
+
+class AnswerSample(StoredReport):
+    """One version's answer to a caller's request.
+
+    Attributes:
+        failed: it ended with an error.
+        ttft_seconds: from sending the request to the first event of its answer.
+        itl_seconds: mean time between two tokens; None: it has fewer than two.
+        tokens: of the answer.
+    """
+
+    failed: bool = False
+    ttft_seconds: Seconds | None = None
+    itl_seconds: Seconds | None = None
+    tokens: Count = 0
+
+
+class RequestSample(StoredReport):
+    """Both versions' answers to one caller's request, in numbers.
+
+    Attributes:
+        agreement: similarity of the answers; None: one of the two failed.
+        lost: the candidate's worker ended without an answer, or did not begin one in time.
+    """
+
+    stable: AnswerSample
+    candidate: AnswerSample
+    agreement: Share | None = None
+    lost: bool = False
+
+
+class RequestSamples(StoredReport):
+    """`releases/NAME/NNNNN/requests/TRAFFIC/…json`: requests that a gateway compared, the first one first, and the
+    number of copies that it dropped meanwhile."""
+
+    version: Literal[1] = 1
+    release: str
+    traffic: Traffic
+    at: AwareDatetime
+    samples: Annotated[tuple[RequestSample, ...], Field(max_length=MAX_SAMPLES)] = ()
+    dropped: Count = 0
+
+
+class CanaryStage(StoredModel):
+    """`releases/NAME/NNNNN/canary.json`: from now on the candidate answers a share of the callers; written once."""
+
+    version: Literal[1] = 1
+    release: str
+    reasons: tuple[str, ...] = ()
+    at: AwareDatetime
 
 
 class ReleaseOutcome(StoredModel):

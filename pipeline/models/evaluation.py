@@ -1,7 +1,8 @@
-"""The evaluation of a new model version: a pure function of both versions' results for the same shards.
+"""The evaluation of a new model version: a pure function of both versions' results for the same shards or requests.
 
-A shard is one sample: its rows were computed together, so they aren't independent of each other. Samples arrive one
-after the other and are tested repeatedly, at 8, 16, 32, … shards (`pipeline.sequential_test`).
+A shard is one sample: its rows were computed together, so they aren't independent of each other. Of callers' requests,
+which gateways copy, 16 in the order of their ends are one sample. Samples arrive one after the other and are tested
+repeatedly, at 8, 16, 32, … shards (`pipeline.sequential_test`).
 
 At each test a limit is *broken* when the whole interval lies beyond it, *kept* when the whole interval lies within, and
 open otherwise. One broken limit ends the release; a version that keeps all limits is promoted. A version with an open
@@ -20,8 +21,8 @@ from pipeline.sequential_test import interim_tests, mean_bounds
 from schemas.releases import Bounds, LogprobDrift, ReleaseComparison
 from schemas.settings.releases import ReleaseRules
 
-LIMITS: Final = 3
-"""Number of limits that are tested on samples: errors, agreement, latency."""
+LIMITS: Final = 4
+"""Number of limits that are tested on samples: errors, agreement, and of requests TTFT and ITL, of shards latency."""
 
 Standing = Literal["kept", "broken", "open"]
 
@@ -35,6 +36,7 @@ class ShadowedShard:
         failed: rows that only the candidate failed.  mended: rows that only the stable version failed.
         agreement: mean similarity of the answers, 0 to 1; None: there is no row that both answered.
         latency: logarithm of the ratio of the candidate's time per token to the stable version's; None: not measured.
+        ttft, itl, length: likewise, of the time to the first token, the time between tokens, and the answer's tokens.
     """
 
     rows: int
@@ -42,6 +44,9 @@ class ShadowedShard:
     mended: int
     agreement: float | None
     latency: float | None
+    ttft: float | None = None
+    itl: float | None = None
+    length: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +58,20 @@ class ReleaseVerdict:
     comparison: ReleaseComparison
 
 
-def judge(shards: Sequence[ShadowedShard], rules: ReleaseRules, drift: LogprobDrift | None) -> ReleaseVerdict | None:
-    """The verdict, as soon as there is one; None: more shards are needed. `shards`: in order of their arrival."""
+def judge(
+    shards: Sequence[ShadowedShard], rules: ReleaseRules, drift: LogprobDrift | None, sequences: int = 1
+) -> ReleaseVerdict | None:
+    """The verdict, as soon as there is one; None: more shards are needed.
+
+    Args:
+        shards: in order of their arrival.
+        sequences: number of such sequences by which the release is judged; they share the error probability.
+    """
     for count, share in interim_tests(rules.least_shards, rules.most_shards):
         if count > len(shards):
             return None
         # The error probability of a bound at this interim test.
-        compared = compare(shards[:count], drift, (1 - rules.confidence) * share / LIMITS)
+        compared = compare(shards[:count], drift, (1 - rules.confidence) * share / (LIMITS * sequences))
         standings = _standings(compared, rules)
         broken = [why for standing, why in standings if standing == "broken"]
         if broken:
@@ -82,12 +94,13 @@ def compare(shards: Sequence[ShadowedShard], drift: LogprobDrift | None, error: 
     rows = sum(shard.rows for shard in shards)
     failed, mended = sum(shard.failed for shard in shards), sum(shard.mended for shard in shards)
     agreement = mean_bounds([shard.agreement for shard in shards if shard.agreement is not None], error)
-    latency = mean_bounds([shard.latency for shard in shards if shard.latency is not None], error)
-    if latency is not None:
-        latency = Bounds(**{name: math.exp(min(value, 50.0)) for name, value in latency.model_dump().items()})
     return ReleaseComparison(
-        shards=len(shards), rows=rows, failed=failed, mended=mended, agreement=agreement, latency=latency, drift=drift,
+        shards=len(shards), rows=rows, failed=failed, mended=mended, agreement=agreement, drift=drift,
         more_errors=_more_errors(rows, failed, mended, error),
+        latency=_ratio([shard.latency for shard in shards], error),
+        ttft=_ratio([shard.ttft for shard in shards], error),
+        itl=_ratio([shard.itl for shard in shards], error),
+        length=_ratio([shard.length for shard in shards], error),
     )  # fmt: skip
 
 
@@ -108,11 +121,14 @@ def _standings(compared: ReleaseComparison, rules: ReleaseRules) -> list[tuple[S
         _standing(least, most=-rules.agreement),
         f"agreement of answers: {_words(agreement)}, the limit is {rules.agreement:g}",
     ))  # fmt: skip
-    if compared.latency is not None:
-        found.append((
-            _standing(compared.latency, most=rules.slower),
-            f"time of a token: {_words(compared.latency)} times as long, the limit is {rules.slower:g}",
-        ))  # fmt: skip
+    for what, ratio, limit in (
+        ("time of a token", compared.latency, rules.slower),
+        ("time to the first token", compared.ttft, rules.slower_ttft),
+        ("time between tokens", compared.itl, rules.slower_itl),
+    ):
+        if ratio is not None:
+            words = f"{what}: {_words(ratio)} times as long, the limit is {limit:g}"
+            found.append((_standing(ratio, most=limit), words))
     return found
 
 
@@ -124,6 +140,14 @@ def _standing(bounds: Bounds | None, *, most: float) -> Standing:
 
 def _words(bounds: Bounds | None) -> str:
     return "not known" if bounds is None else f"{bounds.mean:.3g} ({bounds.low:.3g} to {bounds.high:.3g})"
+
+
+def _ratio(logarithms: Sequence[float | None], error: float) -> Bounds | None:
+    """The geometric mean of ratios, of which these are the known logarithms."""
+    found = mean_bounds([value for value in logarithms if value is not None], error)
+    if found is None:
+        return None
+    return Bounds(**{name: math.exp(min(value, 50.0)) for name, value in found.model_dump().items()})
 
 
 def _more_errors(rows: int, failed: int, mended: int, error: float) -> Bounds | None:

@@ -1,6 +1,7 @@
-"""The model registry stores a root's releases: numbered per model, each with two immutable objects, begin and outcome.
+"""The model registry stores a root's releases: numbered per model, each with immutable objects: its begin, the begin of
+its canary stage, and its outcome.
 
-    releases/NAME/NNNNN/release.json   outcome.json   drift.json   shadow/JOB-SHARD.parquet
+    releases/NAME/NNNNN/release.json   canary.json   outcome.json   drift.json   shadow/…   requests/…
 
 NAME is a hash of the model's name. A release can begin once the previous one has its outcome. Of two that begin with
 the same number one wins; of two outcomes the first counts. So the served version of a model's name follows from stored
@@ -20,7 +21,7 @@ from pipeline.ledger.ledger import parse_stored
 from pipeline.models.catalog import Catalog
 from pipeline.ports import ObjectNotFound, ObjectStore, PipelineError
 from schemas.models import CatalogEntry
-from schemas.releases import LogprobDrift, Release, ReleaseComparison, ReleaseOutcome
+from schemas.releases import CanaryStage, LogprobDrift, Release, ReleaseComparison, ReleaseOutcome
 from schemas.settings.releases import ReleaseRules
 from schemas.stored import StoredModel
 
@@ -156,6 +157,17 @@ class ModelRegistry:
             return False
         self._catalog.publish(entry)
         return True
+
+    def begin_canary(self, release: Release, at: datetime, reasons: tuple[str, ...]) -> CanaryStage:
+        """Let the candidate answer a share of the callers from now on; the first record counts."""
+        stage, key = CanaryStage(release=release.id, reasons=reasons, at=at), f"{RELEASES}{release.id}/canary.json"
+        if not self._store.create(key, stage.to_json()):
+            stage = self._read_model(key, CanaryStage) or stage
+        return stage
+
+    def canary(self, release: Release) -> CanaryStage | None:
+        """Since when the candidate answers callers; None: it doesn't."""
+        return self._read_model(f"{RELEASES}{release.id}/canary.json", CanaryStage)
 
     def record_drift(self, release: Release, drift: LogprobDrift) -> None:
         """Record the drift of the candidate's log-probabilities from the stable version's; the first record counts."""

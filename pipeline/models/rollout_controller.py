@@ -1,4 +1,4 @@
-"""The rollout controller decides open releases: it compares shadow copies, promotes or rolls back, and stores why.
+"""The rollout controller decides open releases: it begins their canary stage, promotes or rolls back, and stores why.
 
 Several may run: each computes the same verdict from the same objects, and the first stored outcome counts.
 """
@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 import structlog
 
-from pipeline.ledger.ledger import LedgerError
 from pipeline.models.canaries import Canaries
-from pipeline.models.evaluation import ShadowedShard, compare_so_far, judge
 from pipeline.models.registry import ModelRegistry, ReleaseState
-from pipeline.models.shadow_results import ShadowComparison, ShadowCopies
+from pipeline.models.release_evidence import KnownComparisons, read_evidence
+from pipeline.models.request_samples import StoredSamples
+from pipeline.models.shadow_results import ShadowCopies
 from pipeline.ports import PipelineError, World
 from schemas.releases import Release, ReleaseComparison, ReleaseOutcome
 
@@ -48,7 +47,7 @@ class RolloutController:
         self._world = world
         self._registry = ModelRegistry(world.store)
         self._canaries = Canaries(world.store)
-        self._compared: dict[str, dict[str, ShadowComparison | None]] = {}  # release -> copy's key -> what came of it
+        self._known: dict[str, KnownComparisons] = {}  # by release
         self._ended: Counter[tuple[str, str]] = Counter()
         self.metrics = ReleaseMetrics({}, {}, {})
 
@@ -77,19 +76,26 @@ class RolloutController:
         self.metrics = ReleaseMetrics(open_comparisons, dict(self._ended), canaries)
 
     def _decide(self, release: Release) -> tuple[ReleaseOutcome | None, ReleaseComparison]:
-        shards, drift, rules = self._shards(release), self._registry.drift(release), release.rules
+        evidence = read_evidence(self._world, release, self._known.setdefault(release.id, KnownComparisons()))
         now = self._world.clock.now()
-        compared = compare_so_far(shards, rules, drift)
+        compared = evidence.compare()
         if release.mode == "shadow":
             return None, compared
-        verdict = judge(shards, rules, drift)
+        verdict = evidence.verdict()
+        if verdict is not None and verdict.promote and release.rules.canary and not evidence.canary_began:
+            self._registry.begin_canary(release, now, verdict.reasons)
+            logger.info(
+                "canary stage began", model=release.name, release=release.number, share=release.rules.canary,
+                candidate=release.candidate.pin.digest,
+            )  # fmt: skip
+            verdict = None
         if verdict is not None:
             outcome = self._registry.end(
                 release, "promoted" if verdict.promote else "rolled_back", "comparison", now, verdict.reasons,
                 verdict.comparison,
             )  # fmt: skip
-        elif (now - release.started_at).total_seconds() >= rules.longest_seconds:
-            why = f"not decided after {rules.longest_seconds:g} s: {len(shards)} shards were compared"
+        elif (now - release.started_at).total_seconds() >= release.rules.longest_seconds:
+            why = f"not decided after {release.rules.longest_seconds:g} s: {_counts(compared)} were compared"
             outcome = self._registry.end(release, "rolled_back", "time", now, (why,), compared)
         else:
             return None, compared
@@ -109,31 +115,16 @@ class RolloutController:
         """Update the catalog, and remove the shadow copies. A worker may still write one just after the end."""
         self._registry.settle(standing)
         ShadowCopies(self._world.store, standing.release).remove()
-        self._compared.pop(standing.release.id, None)
-
-    def _shards(self, release: Release) -> list[ShadowedShard]:
-        return _shards(self._world, release, self._compared.setdefault(release.id, {}))
+        StoredSamples(self._world.store, standing.release).remove()
+        self._known.pop(standing.release.id, None)
 
 
 def compare_release(world: World, release: Release) -> ReleaseComparison:
-    """The comparison of an open release; reads all copies."""
-    return compare_so_far(_shards(world, release, {}), release.rules, ModelRegistry(world.store).drift(release))
+    """The comparison of an open release; reads all copies and samples."""
+    return read_evidence(world, release, KnownComparisons()).compare()
 
 
-def _shards(world: World, release: Release, known: dict[str, ShadowComparison | None]) -> list[ShadowedShard]:
-    """The compared shards, in order of their copies' creation, so that repeated interim tests see the same shards.
-    `known`: cache of comparisons by copy; new ones are added."""
-    copies = ShadowCopies(world.store, release)
-    for key in copies.standing():
-        if key not in known:
-            try:
-                known[key] = copies.compare(key)
-            except LedgerError as error:
-                known[key] = None
-                logger.warning("a shadow copy can't be compared", reason=str(error))
-    return [one.shard for one in _in_order(known.values()) if one.shard is not None]
-
-
-def _in_order(compared: Iterable[ShadowComparison | None]) -> list[ShadowComparison]:
-    found = [one for one in compared if one is not None]
-    return sorted(found, key=lambda one: (one.head.finished_at, one.head.job, one.head.shard))
+def _counts(compared: ReleaseComparison) -> str:
+    """What was compared, for people."""
+    requests = [part.rows for part in (compared.mirror, compared.canary) if part is not None]
+    return f"{compared.shards} shards" + (f" and {sum(requests)} requests" if requests else "")

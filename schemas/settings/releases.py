@@ -36,14 +36,21 @@ class ReleaseRules(BaseModel):
 
     Attributes:
         share: share of the stable version's committed shards that the candidate computes, too.
+        mirror: share of callers' requests that gateways copy to the candidate. The callers get the stable version's
+            answers.
+        canary: share of callers that the candidate answers, once the comparison before that keeps all limits.
         least_shards: minimum number of compared shards for a decision.  most_shards: an undecided release is rolled
-            back at this number.
+            back at this number. Of callers' requests, groups of 16 count as shards do.
         longest_seconds: an undecided release is rolled back after this time.
         confidence: that a candidate just within all limits isn't rolled back, and that one just beyond a limit isn't
             promoted.
         agreement: minimum mean similarity of answers, from 0 to 1.
         more_errors: maximum share of rows that fail with the candidate only.
-        slower: maximum time per token, as a multiple of the stable version's.
+        slower: maximum time per token of shards, as a multiple of the stable version's.
+        slower_ttft, slower_itl: maximum time to the first token and between two tokens of callers' requests, as
+            multiples of the stable version's.
+        start_seconds: a canary request without any token after this time is answered by the stable version. A copy
+            may end this much later than the caller's request, and three times as long as that took.
         drift: maximum mean difference of log-probabilities (nats), on the stable version's answers to the canary
             prompts; None: any.
     """
@@ -51,6 +58,8 @@ class ReleaseRules(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     share: Annotated[float, Field(gt=0, le=1)] = 0.1
+    mirror: Annotated[float, Field(ge=0, le=1)] = 0.0
+    canary: Annotated[float, Field(ge=0, le=1)] = 0.0
     least_shards: Annotated[int, Field(ge=4)] = 8
     most_shards: Annotated[int, Field(ge=4)] = 256
     longest_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 86_400.0
@@ -58,4 +67,7 @@ class ReleaseRules(BaseModel):
     agreement: Annotated[float, Field(ge=0, le=1)] = 0.8
     more_errors: Annotated[float, Field(gt=0, le=1)] = 0.01
     slower: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.25
+    slower_ttft: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.5
+    slower_itl: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.25
+    start_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     drift: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.5

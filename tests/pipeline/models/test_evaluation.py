@@ -113,3 +113,37 @@ def test_given_no_answers_when_judged_then_it_is_not_promoted() -> None:
     verdict = judge(nothing, RULES, None)
     assert verdict is not None
     assert (verdict.promote, verdict.reasons[0]) == (False, "not shown to be as good")
+
+
+def requests(count: int, *, seed: int = 0, ttft: float = 1.0, itl: float = 1.0) -> list[ShadowedShard]:
+    """Groups of 16 requests, as of shards, with 30 % of noise in TTFT and 5 % in ITL."""
+    draw = random.Random(seed)
+    return [
+        ShadowedShard(16, 0, 0, 1.0, None, math.log(ttft) + draw.gauss(0, 0.3), math.log(itl) + draw.gauss(0, 0.05))
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"), [({"ttft": 2.5}, "time to the first token"), ({"itl": 1.35}, "time between tokens")]
+)
+def test_given_slower_requests_when_judged_then_it_is_rolled_back_for_that(what: dict[str, float], reason: str) -> None:
+    verdict = judge(requests(128, **what), RULES, None)
+    assert verdict is not None
+    assert not verdict.promote
+    assert verdict.reasons[0].startswith(reason)
+
+
+def test_given_good_requests_with_noise_when_judged_then_it_is_promoted() -> None:
+    outcomes = [outcome(judge(requests(128, seed=seed), RULES, None)) for seed in range(100)]
+    assert outcomes.count("promoted") >= 98
+
+
+def test_given_several_sequences_when_one_is_judged_then_less_error_is_left_for_it() -> None:
+    alone, one_of_three = (judge(shards(128, agreement=0.72), RULES, None, sequences) for sequences in (1, 3))
+    assert alone is not None
+    assert one_of_three is not None
+    assert alone.comparison.agreement is not None
+    assert one_of_three.comparison.agreement is not None
+    widths = [one.comparison.agreement.high - one.comparison.agreement.low for one in (alone, one_of_three)]
+    assert alone.comparison.shards < one_of_three.comparison.shards or widths[0] < widths[1]

@@ -11,13 +11,22 @@ from pipeline.egress.release_events import ReleaseEventPublisher
 from pipeline.ledger.ledger import JOBS
 from pipeline.models.catalog import Catalog
 from pipeline.models.registry import RELEASES, ReleaseError
+from pipeline.models.request_samples import StoredSamples
 from pipeline.models.shadow_client import POLL_INTERVAL_SECONDS, ShadowClient
 from pipeline.models.shadow_results import ShadowCopies
 from pipeline.ports import Message, NotConfirmed, ShardTask, queue_name
 from pipeline.worker_client.ports import RevokedShards
 from schemas.jobs.events import ReleaseEnded, read_event
 from schemas.jobs.job import Tier
-from schemas.releases import LogprobDrift
+from schemas.releases import (
+    AnswerSample,
+    LogprobDrift,
+    Release,
+    ReleaseOutcome,
+    RequestSample,
+    RequestSamples,
+    Traffic,
+)
 from tests.pipeline.made_jobs import MODEL, all_rows
 from tests.pipeline.models.releases_harness import NEW, OLD, RULES, ReleasesHarness
 from tests.pipeline.simulation import MemoryStore
@@ -262,3 +271,135 @@ def test_given_ended_releases_when_announced_then_each_is_published_once_it_can_
     assert all(isinstance(event, ReleaseEnded) for event in events)
     published = [(event.release, event.verdict, event.candidate) for event in events if isinstance(event, ReleaseEnded)]
     assert published == [(1, "promoted", NEW.pin.digest), (2, "promoted", OLD.pin.digest)]
+
+
+# -- callers' requests
+
+
+MIRRORED = RULES.model_copy(update={"mirror": 0.5})
+STAGED = RULES.model_copy(update={"mirror": 0.5, "canary": 0.1})
+ANSWERED = AnswerSample(ttft_seconds=0.2, itl_seconds=0.01, tokens=20)
+GOOD = RequestSample(stable=ANSWERED, candidate=ANSWERED, agreement=1.0)
+OTHER = GOOD.model_copy(update={"agreement": 0.0})
+LOST = RequestSample(stable=ANSWERED, candidate=AnswerSample(failed=True), lost=True)
+
+
+def sample(harness: ReleasesHarness, release: Release, traffic: Traffic, groups: int, one: RequestSample) -> None:
+    """A gateway compares so many groups of requests."""
+    stored = StoredSamples(harness.world.store, release)
+    for _ in range(groups):
+        harness.world.clock.sleep(0.01)
+        now = harness.world.clock.now()
+        batch = RequestSamples(release=release.id, traffic=traffic, at=now, samples=(one,) * 16, dropped=1)
+        stored.write(batch, harness.world.random.token(4).hex())
+    harness.controller.poll()
+
+
+def verdict_of(harness: ReleasesHarness) -> str | None:
+    last = harness.registry.last(MODEL)
+    assert last is not None
+    return None if last.outcome is None else last.outcome.verdict
+
+
+def outcome_of(harness: ReleasesHarness) -> ReleaseOutcome:
+    last = harness.registry.last(MODEL)
+    assert last is not None
+    assert last.outcome is not None
+    return last.outcome
+
+
+def test_given_mirrored_requests_alike_when_enough_are_compared_then_it_is_promoted_without_shards(
+    harness: ReleasesHarness,
+) -> None:
+    release = harness.begin(MIRRORED)
+    sample(harness, release, "mirror", 3, GOOD)
+    assert verdict_of(harness) is None
+    assert harness.controller.metrics.open[MODEL].mirror is not None
+    sample(harness, release, "mirror", 1, GOOD)
+    outcome = outcome_of(harness)
+    assert (outcome.verdict, outcome.by) == ("promoted", "comparison")
+    assert outcome.comparison is not None
+    assert outcome.comparison.mirror is not None
+    assert (outcome.comparison.mirror.rows, outcome.comparison.mirror.dropped) == (64, 4)
+    assert StoredSamples(harness.world.store, release).read("mirror", {}) == [], "the outcome has the comparison"
+
+
+def test_given_mirrored_requests_when_only_shards_are_compared_then_it_is_not_promoted_by_them(
+    harness: ReleasesHarness,
+) -> None:
+    harness.job("job-1", 5)
+    release = harness.begin(MIRRORED)
+    harness.shadow(release)
+    harness.controller.poll()
+    assert verdict_of(harness) is None
+    sample(harness, release, "mirror", 4, GOOD)
+    assert verdict_of(harness) == "promoted"
+
+
+def test_given_other_answers_to_shards_when_requests_are_alike_then_it_is_rolled_back(
+    harness: ReleasesHarness,
+) -> None:
+    harness.job("job-1", 6)
+    release = harness.begin(MIRRORED)
+    harness.shadow(release, mark="other ")
+    sample(harness, release, "mirror", 4, GOOD)
+    assert verdict_of(harness) == "rolled_back"
+
+
+def test_given_a_canary_when_mirrored_requests_are_alike_then_its_stage_begins_and_its_own_requests_decide(
+    harness: ReleasesHarness,
+) -> None:
+    release = harness.begin(STAGED)
+    sample(harness, release, "mirror", 4, GOOD)
+    assert verdict_of(harness) is None
+    stage = harness.registry.canary(release)
+    assert stage is not None
+    sample(harness, release, "canary", 3, GOOD)
+    assert verdict_of(harness) is None
+    sample(harness, release, "canary", 1, GOOD)
+    assert verdict_of(harness) == "promoted"
+    assert harness.registry.canary(release) == stage, "the first record counts"
+
+
+@pytest.mark.parametrize(("traffic", "began"), [("mirror", False), ("canary", True)])
+def test_given_other_answers_to_callers_when_compared_then_it_is_rolled_back(
+    harness: ReleasesHarness, traffic: Traffic, began: bool
+) -> None:
+    release = harness.begin(STAGED)
+    if began:
+        sample(harness, release, "mirror", 4, GOOD)
+    sample(harness, release, traffic, 4, OTHER)
+    outcome = outcome_of(harness)
+    assert outcome.verdict == "rolled_back"
+    assert outcome.reasons[0].startswith("agreement of answers")
+    assert (harness.registry.canary(release) is not None) is began
+
+
+def test_given_one_lost_request_when_compared_then_it_is_rolled_back_at_once(harness: ReleasesHarness) -> None:
+    release = harness.begin(STAGED)
+    stored = StoredSamples(harness.world.store, release)
+    batch = RequestSamples(release=release.id, traffic="mirror", at=harness.world.clock.now(), samples=(GOOD, LOST))
+    stored.write(batch, "a")
+    harness.controller.poll()
+    assert outcome_of(harness).reasons == ("its workers lost 1 of the callers' requests",)
+
+
+def test_given_a_canary_without_mirrored_requests_then_shards_begin_its_stage(harness: ReleasesHarness) -> None:
+    harness.job("job-1", 5)
+    release = harness.begin(RULES.model_copy(update={"canary": 0.1}))
+    harness.shadow(release)
+    harness.controller.poll()
+    assert verdict_of(harness) is None
+    assert harness.registry.canary(release) is not None
+    sample(harness, release, "canary", 4, GOOD)
+    assert verdict_of(harness) == "promoted"
+
+
+def test_a_shadow_release_compares_requests_and_decides_nothing(harness: ReleasesHarness) -> None:
+    release = harness.begin(MIRRORED, mode="shadow")
+    sample(harness, release, "mirror", 8, OTHER)
+    assert verdict_of(harness) is None
+    compared = harness.controller.metrics.open[MODEL].mirror
+    assert compared is not None
+    assert compared.agreement is not None
+    assert compared.agreement.mean == 0
