@@ -101,7 +101,7 @@ hostile: $(VENV)/.dev.stamp  ## attack a cluster and `serve` with hostile input 
 	OMP_NUM_THREADS=1 $(PY) -m tests.hostile $(if $(SEED),--seed $(SEED)) $(if $(FORM),--form $(FORM)) $(if $(ATTACKS),--attacks $(ATTACKS)) $(HOSTILE_ARGS)
 
 releases: $(VENV)/.dev.stamp  ## run rolling releases on real processes: a bad model version is rolled back, a good one promoted
-	OMP_NUM_THREADS=1 $(PY) -m pytest -s -m "exhaustive or not exhaustive" tests/tokenmill/services/test_releases.py $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -s -m "exhaustive or not exhaustive" tests/tokenmill/services/test_releases.py tests/tokenmill/services/test_mirrored_releases.py $(PYTEST_ARGS)
 
 simulate: $(VENV)/.dev.stamp  ## simulate SEEDS=n histories of one job, and of whole roots, with crashes, races and power cuts
 	OMP_NUM_THREADS=1 $(PY) -m tests.simulation --seeds $(SEEDS)

@@ -35,9 +35,11 @@ if TYPE_CHECKING:
     from pipeline.gateway.status import Status
     from pipeline.ingest.intake import IntakeMetrics
     from pipeline.lane.prefix_router import PrefixRouter
+    from pipeline.models.open_releases import OpenReleases
     from pipeline.models.rollout_controller import ReleaseMetrics
     from pipeline.overload.controller import OverloadController
     from pipeline.routing.rules import RouteCounts
+    from schemas.releases import ReleaseComparison
 
 
 INGEST_SOURCES: Final = ("kafka", "bucket", "bucket-events", "folder")
@@ -252,8 +254,30 @@ def releases(metrics: Callable[[], ReleaseMetrics]) -> Source:
                 samples.value("tokenmill_release_latency_ratio", compared.latency.mean, model)
             if compared.drift is not None:
                 samples.value("tokenmill_release_drift_nats", compared.drift.mean, model)
+            for traffic, part in (("mirror", compared.mirror), ("canary", compared.canary)):
+                if part is not None:
+                    _requests(samples, part, model, traffic)
         for (model, verdict), count in sorted(known.ended.items()):
             samples.value("tokenmill_releases_ended_total", count, model, verdict)
+
+    return collect
+
+
+def _requests(samples: Samples, compared: ReleaseComparison, model: str, traffic: str) -> None:
+    for kind, count in (("compared", compared.rows), ("failed", compared.failed), ("lost", compared.lost)):
+        samples.value("tokenmill_release_compared_requests", count, model, traffic, kind)
+    ratios = {"agreement": compared.agreement, "ttft": compared.ttft, "itl": compared.itl, "length": compared.length}
+    for what, bounds in ratios.items():
+        if bounds is not None:
+            samples.value("tokenmill_release_requests_ratio", bounds.mean, model, traffic, what)
+
+
+def release_requests(open_releases: OpenReleases) -> Source:
+    """A gateway's requests that were copied to a version on trial, or answered by it."""
+
+    def collect(samples: Samples) -> None:
+        for kind, count in open_releases.counts().items():
+            samples.value("tokenmill_release_requests_total", count, kind)
 
     return collect
 

@@ -69,8 +69,8 @@ class Fallback:
         after_seconds: how long the first event may take.
         received: with tokens that were received before: the answer begins anew ("restart"), goes on after them
             ("continue"), or fails ("fail").
-        report: is called with `WORKER_LOST`, `HANDED_BACK`, `FAILED`, `NO_ANSWER`, `LANE_FULL`, or `ROUTED` (the model of
-            content policies answers), on the thread that polls or starts the call.
+        report: is called with `WORKER_LOST`, `HANDED_BACK`, `FAILED`, `NO_ANSWER`, `LANE_FULL`, or `ROUTED` (the model
+            that content policies chose answers), on the thread that polls or starts the call.
     """
 
     model: str | None

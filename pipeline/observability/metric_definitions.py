@@ -371,6 +371,24 @@ METRICS: Final = (
         "Releases that ended while this dispatcher ran, by verdict: promoted, rolled_back.",
         ("model", "verdict"), _DISPATCHER,
     ),
+    Metric(
+        "tokenmill_release_compared_requests", "gauge",
+        "Callers' requests that both versions of an open release answered, by who answered the caller (mirror: the "
+        "stable version, canary: the candidate); kind: compared, failed by the candidate only, lost by its workers.",
+        ("model", "traffic", "kind"), _DISPATCHER,
+    ),
+    Metric(
+        "tokenmill_release_requests_ratio", "gauge",
+        "The candidate's answers to callers' requests in an open release: agreement with the stable version's (0 to "
+        "1); TTFT, ITL and length as multiples of the stable version's.",
+        ("model", "traffic", "what"), _DISPATCHER,
+    ),
+    Metric(
+        "tokenmill_release_requests_total", "counter",
+        "Requests during releases: compared with their copies; copies that were dropped; sent to a candidate for a "
+        "caller (canary); answered by the stable version instead (fell_back).",
+        ("kind",), _GATEWAY,
+    ),
     # -- HTTP
     Metric("tokenmill_http_requests_total", "counter", "HTTP requests.", ("method", "route", "code"), _GATEWAY),
     Metric("tokenmill_http_requests_in_progress", "gauge", "HTTP requests and WebSockets in progress.", (), _GATEWAY),

@@ -1,6 +1,7 @@
 """A worker whose model costs nothing and whose answers can be calculated; everything but the model is real.
 
     python -m tests.cluster.null_worker --model MODEL … [--root ROOT] [--step-ms MS] [--switch-after SECONDS]
+                                        [--candidate] [--version NUMBER]
 
 It is `tokenmill worker` with another loader: MODEL's own tokenizer, and an engine whose runner makes each token from
 the whole prompt, the position and the previous token. A row with another row's tokens, or one that was resumed from a
@@ -32,9 +33,11 @@ from engine.runner.runner import StepRunner
 from schemas.requests.parsing import CHAT_URL, COMPLETIONS_URL, ChatBody, CompletionBody, load_body
 from schemas.settings.settings import Settings
 from tokenmill.config.job_options import choose_model
+from tokenmill.services import candidate_worker as candidates
 from tokenmill.services import worker as working
 from tokenmill.settings import read_settings
 from workers.model.loaded_model import LoadedModel, model_digest, model_path
+from workers.policies.policy import NO_POLICIES
 from workers.text.tokenizer import TokenIds, Tokenizer
 from workers.translation.prompts import encode
 from workers.translation.requests import JobRules, ModelLimits, Translator
@@ -124,6 +127,12 @@ def _parsed(body: Mapping[str, Any]) -> ChatBody | CompletionBody:
     return parsed
 
 
+def digest_of(model: Path, version: int = 0) -> str:
+    """The digest of null workers with this model."""
+    more = f"\0{version}" if version else ""
+    return "sha256:" + hashlib.sha256(f"null\0{model_digest(model)}{more}".encode()).hexdigest()
+
+
 def open_meter(folder: Path) -> NDArray[np.int64]:
     """Counts in a file of this process, which outlives it however it ends: the tokens that it sampled, and the rows of
     its last step."""
@@ -151,6 +160,7 @@ def load_null(
     settings: Settings,
     schedule: ScheduleConfig,
     make_runner: Callable[[RowState, int], StepRunner] = PromptRunner,
+    version: int = 0,
 ) -> LoadedModel:
     """The null worker's model for MODEL or NAME=MODEL."""
     chosen = choose_model(model, settings.model_cache)
@@ -160,7 +170,7 @@ def load_null(
         name=chosen.name,
         config=EngineConfig(schedule=schedule),
         num_blocks=NUM_BLOCKS,
-        digest="sha256:" + hashlib.sha256(b"null\0" + model_digest(path).encode()).hexdigest(),
+        digest=digest_of(path, version),
         make_runner=make_runner,
     )
     ends = [*loaded.limits.end_token_ids, loaded.tokenizer.eos_token_id or 0]
@@ -177,6 +187,8 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     parser.add_argument("--step-ms", type=float, default=0.0, help="that a step takes at least")
+    parser.add_argument("--candidate", action="store_true", help="as of tokenmill worker")
+    parser.add_argument("--version", type=int, default=0, help="of the model: each has another digest, and one answer")
     parser.add_argument("--meters", type=Path, default=None, help="a folder for counts: tokens sampled, rows")
     args = parser.parse_args()
     meter = None if args.meters is None else open_meter(args.meters)
@@ -184,8 +196,11 @@ def main() -> None:
 
     schedule = ScheduleConfig(args.max_num_seqs, args.max_num_batched_tokens)
     runner = partial(PromptRunner, step_seconds=args.step_ms / 1000, meter=meter)
-    loads = [partial(load_null, model, settings, schedule, runner) for model in args.model]
-    working.run_worker(args.root, settings, loads, args.switch_after)
+    loads = [partial(load_null, model, settings, schedule, runner, args.version) for model in args.model]
+    if args.candidate:
+        candidates.run_candidate(args.root, settings, loads[0], args.switch_after, NO_POLICIES)
+    else:
+        working.run_worker(args.root, settings, loads, args.switch_after)
 
 
 if __name__ == "__main__":

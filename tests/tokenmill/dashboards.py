@@ -35,6 +35,10 @@ OF_RELEASES: Final = {
 """Panels that have data only during a release (`test_releases`)."""
 
 
+OF_CALLERS: Final = {"Candidates' answers to callers' requests"}
+"""Panels that have data only during a release with copies of callers' requests."""
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """One question of a panel. `seldom`: when there may be no answer; None: there always is one."""

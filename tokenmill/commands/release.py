@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipeline.models.registry import ModelRegistry, ReleaseState
     from schemas.models import CatalogEntry
     from schemas.releases import Bounds, ReleaseComparison
+    from schemas.settings.releases import ReleaseRules
     from tokenmill.root import Root
 
 app = typer.Typer(
@@ -40,6 +41,23 @@ def start(
         float | None,
         typer.Option(min=0.0, max=1.0, help="Share of the shards that it computes, too. Default: as the settings say."),
     ] = None,
+    mirror: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Share of the callers' requests that gateways copy to it. Default: as the settings say.",
+        ),
+    ] = None,
+    canary: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Share of the callers that it answers, after the comparison before that has kept all limits. "
+            "Default: as the settings say.",
+        ),
+    ] = None,
     longest: Annotated[
         timedelta | None,
         typer.Option(parser=amount_of_time, metavar="TIME", help="Roll it back if it isn't decided by then."),
@@ -52,16 +70,27 @@ def start(
     _debug: Debug = False,
 ) -> None:
     """Begin a release: workers with --candidate compute copies of what the served version has answered, a dispatcher
-    compares, and promotes the new version or rolls it back. No client gets what the new version computes.
+    compares, and promotes the new version or rolls it back. No client gets what the new version computes, but for the
+    share of --canary.
     """
     from pipeline.models.registry import ModelRegistry
+    from tokenmill.errors import UserError
     from tokenmill.root import open_root
 
     settings = read_settings()
-    given = {"share": share, "longest_seconds": None if longest is None else longest.total_seconds()}
+    given = {
+        "share": share,
+        "mirror": mirror,
+        "canary": canary,
+        "longest_seconds": None if longest is None else longest.total_seconds(),
+    }
     rules = settings.releases.model_validate(
         settings.releases.model_dump() | {name: value for name, value in given.items() if value is not None}
     )
+    if shadow and rules.canary:
+        raise UserError(
+            "--shadow only compares, and --canary lets the new version answer callers; leave one of them out"
+        )
     with open_root(root_url, settings) as root:
         name, entry = _version(root, version)
         mode: Literal["canary", "shadow"] = "shadow" if shadow else "canary"
@@ -71,7 +100,7 @@ def start(
         return
     output.say(
         f"release {release.number} of {name}: {_short(release.candidate)} beside {_short(release.stable)}, "
-        f"on {rules.share:.0%} of the shards"
+        f"on {', '.join(_shares(rules))}"
     )
 
 
@@ -164,11 +193,22 @@ def _version(root: Root, given: str) -> tuple[str, CatalogEntry]:
     raise UserError(f"{given}: {what} (there are: {known}); start one with 'tokenmill worker --candidate'")
 
 
+def _shares(rules: ReleaseRules) -> list[str]:
+    """What the new version computes, for people."""
+    found = [f"{rules.share:.3g} of the shards"]
+    if rules.mirror:
+        found.append(f"{rules.mirror:.3g} of the callers' requests (copies)")
+    if rules.canary:
+        found.append(f"{rules.canary:.3g} of the callers (after the comparison)")
+    return found
+
+
 def _document(root: Root, registry: ModelRegistry, state: ReleaseState) -> dict[str, Any]:
     from pipeline.models.rollout_controller import compare_release
 
     release, outcome = state.release, state.outcome
     comparison = outcome.comparison if outcome is not None else compare_release(root.world, release)
+    canary = registry.canary(release) if release.rules.canary else None
     return {
         "release": release.number,
         "mode": release.mode,
@@ -176,6 +216,7 @@ def _document(root: Root, registry: ModelRegistry, state: ReleaseState) -> dict[
         "stable": release.stable.pin.digest,
         "candidate": release.candidate.pin.digest,
         "started_at": release.started_at.isoformat(),
+        "canary_since": None if canary is None else canary.at.isoformat(),
         "rules": release.rules.model_dump(mode="json"),
         "verdict": None if outcome is None else outcome.verdict,
         "by": None if outcome is None else outcome.by,
@@ -192,13 +233,30 @@ def _lines(document: dict[str, Any]) -> list[str]:
     lines = [f"release {document['release']} ({document['mode']}): {word}; {document['candidate']} is tried"]
     lines += [f"  {reason}" for reason in document["reasons"]]
     if document["comparison"] is not None:
-        lines += [f"  {line}" for line in _comparison_lines(ReleaseComparison.model_validate(document["comparison"]))]
+        found = ReleaseComparison.model_validate(document["comparison"])
+        lines.append(f"  shards: {found.rows} rows of {found.shards} shards were compared")
+        lines += [f"    {line}" for line in _comparison_lines(found)]
+        for name, part in (("mirror", found.mirror), ("canary", found.canary)):
+            if part is not None:
+                dropped = f"; {part.dropped} copies were dropped" if part.dropped else ""
+                lines.append(f"  {name}: {part.rows} requests were compared{dropped}")
+                lines += [f"    {line}" for line in _comparison_lines(part)]
+    if document["verdict"] is None and document["rules"]["canary"]:
+        since = document["canary_since"]
+        share = f"{document['rules']['canary']:.3g} of the callers"
+        lines.append(f"  canary: {share} {'after the comparison' if since is None else f'since {since}'}")
     return lines
 
 
 def _comparison_lines(found: ReleaseComparison) -> list[str]:
-    lines = [f"compared: {found.rows} rows of {found.shards} shards; {found.failed} failed with the new version only"]
-    named: list[tuple[str, Bounds | None]] = [("agreement", found.agreement), ("time of a token", found.latency)]
+    lines = [f"{found.failed} failed with the new version only" + (f"; {found.lost} were lost" if found.lost else "")]
+    named: list[tuple[str, Bounds | None]] = [
+        ("agreement", found.agreement),
+        ("time of a token", found.latency),
+        ("time to the first token", found.ttft),
+        ("time between tokens", found.itl),
+        ("length of answers", found.length),
+    ]
     for what, bounds in named:
         if bounds is not None:
             lines.append(f"{what}: {bounds.mean:.3g} ({bounds.low:.3g} to {bounds.high:.3g})")

@@ -70,7 +70,7 @@ Host = Annotated[
 Candidate = Annotated[
     bool,
     typer.Option(
-        "--candidate", help="The model is a new version: compute copies for its release, and nothing else before."
+        "--candidate", help="The model is a new version: work for its release only, until that has promoted it."
     ),
 ]
 Port = Annotated[int, typer.Option(min=0, max=65_535, help="0: any that is free.")]
@@ -224,7 +224,7 @@ def worker(
 ) -> None:
     """Own an engine, and compute the shards that a dispatcher dispatches, until stopped.
 
-    With --candidate its model is a new version, and serves no request until a release has promoted it: see
+    With --candidate its model is a new version, which works for its release only until that has promoted it: see
     'tokenmill release --help'.
 
     On SIGTERM or Ctrl-C it writes a checkpoint and releases its shards; other workers resume them. With

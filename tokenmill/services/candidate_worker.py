@@ -1,9 +1,11 @@
-"""A worker with a new version of a model: it computes shadow copies while a release is open, and serves after its
-promotion."""
+"""A worker with a new version of a model: while a release is open it computes shadow copies and its own requests on the
+lane; after its promotion it serves."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -22,13 +24,16 @@ from tokenmill.processes.runtime import frozen_heap, unique_name
 from tokenmill.root import Root
 from tokenmill.services.backends import Backends
 from tokenmill.services.readiness import LoadModel, Readiness
-from tokenmill.services.worker import WorkerService
+from tokenmill.services.worker import WorkerService, lane_rules
 from tokenmill.services.worker_process import entry_of, run_worker_process, worker_settings
+from workers.lane.routes import CatalogModels
+from workers.lane.server import LaneServer, LaneServing
 from workers.model.warmup import drift_from
 from workers.observability.watchdog import Watchdog
 from workers.policies.policy import Policies
 from workers.shards.store_outage import OutageTolerantClient
 from workers.shards.worker import ShardWorker
+from workers.side_work import NoSideWork, SideWork
 
 IDLE_SECONDS: Final = 1.0
 """Interval of polling for a release."""
@@ -74,6 +79,11 @@ class CandidateWorker:
         price_per_hour: float | None = None,
     ) -> None:
         self._root = root
+        self._backends = backends
+        self._lane_limits = settings.lane.limits
+        self._lane_rules = lane_rules(settings, policies)
+        # What it holds at the end of a release is handed back at once: others answer it, and it serves without a gap.
+        self._lane_serving = LaneServing(most=settings.lane.max_requests, grace_seconds=0.0)
         self._name = unique_name(root.world.random)
         self._registry = ModelRegistry(root.world.store)
         self._watchdog = Watchdog(settings.stuck_seconds)
@@ -139,10 +149,31 @@ class CandidateWorker:
         clock = self._root.world.clock
         tolerant = OutageTolerantClient(client, clock, stop)
         try:
-            with frozen_heap(), self._watchdog.watching():
-                ShardWorker(self._model, tolerant, tolerant, clock, self._settings, self._watchdog).run(stop)
+            with frozen_heap(), self._watchdog.watching(), self._serving_lane(release, stop) as side_work:
+                ShardWorker(
+                    self._model, tolerant, tolerant, clock, self._settings, self._watchdog, beside=side_work,
+                    traces=self._root.world.traces,
+                ).run(stop)  # fmt: skip
         finally:
             self._client = None
+
+    @contextmanager
+    def _serving_lane(self, release: Release, stop: threading.Event) -> Iterator[SideWork]:
+        """Serve the lane's requests for this version, if the release has some."""
+        world, rules = self._root.world, release.rules
+        if not rules.mirror and not rules.canary:
+            yield NoSideWork(world.clock)
+            return
+        lane = self._backends.lane.worker(unique_name(world.random))
+        server = LaneServer(
+            self._model, lane, world.clock, self._lane_rules, self._lane_serving, self._lane_limits, world.traces,
+            find_model=CatalogModels(world.store, world.clock),
+        )  # fmt: skip
+        try:
+            with server.running(stop) as side_work:
+                yield side_work
+        finally:
+            lane.close()
 
     def _record_drift(self, release: Release) -> None:
         """Record its drift from the stable version's log-probabilities, unless another worker already has."""

@@ -103,6 +103,7 @@ class GatewayService:
         from pipeline.lane.client import CallSettings
         from pipeline.lane.placement import LatencyTargets
         from pipeline.lane.prefix_router import PrefixRouter
+        from pipeline.models.open_releases import OpenReleases
         from tokenmill.services.virtual_models import model_resolver
 
         keys = ApiKeys(root.world)
@@ -127,11 +128,13 @@ class GatewayService:
         resolver = model_resolver(root.world, backends.heartbeats, backends.lane)
         self.route_counts = resolver.router.counts
         self._overload = _overload(root, settings, backends)
+        self._releases = OpenReleases(root.world, backends.lane)
         self.sources: list[Source] = [
             metric_collectors.virtual_models(self.route_counts),
             metric_collectors.workers(backends.heartbeats, each=settings.metrics.workers),
             dispatching or metric_collectors.installation(status),
             metric_collectors.http(http_metrics),
+            metric_collectors.release_requests(self._releases),
             metric_collectors.intake(root.ingest_metrics, root.world.dead_letters),
             metric_collectors.unexpected_errors(root.world.errors),
             *([] if self._router is None else [metric_collectors.lane_routes(self._router)]),
@@ -152,7 +155,13 @@ class GatewayService:
         )
         cache = _cache(root, settings.gateway.cache, shared.answers)
         self._request_builder = InferenceRequestBuilder(
-            root.world, _inference_settings(settings), self._parts.rates, cache, resolver, self._overload
+            root.world,
+            _inference_settings(settings),
+            self._parts.rates,
+            cache,
+            resolver,
+            self._overload,
+            self._releases,
         )
         self._streams = StreamSettings(buffer_bytes=settings.gateway.max_stream_buffer_bytes)
         # The poll interval bounds the delay of a new request, which waits until the poll of the others ends.
@@ -167,7 +176,9 @@ class GatewayService:
     @property
     def parts(self) -> dict[str, Part]:
         """The parts, which work until a stop signal, by name."""
-        found: dict[str, Part] = {"http": self._serve, "finalizer": self._finalizer.run}
+        found: dict[str, Part] = {
+            "http": self._serve, "finalizer": self._finalizer.run, "releases": self._releases.run,
+        }  # fmt: skip
         if self._router is not None:
             found["prefix router"] = self._router.run
         if self._overload is not None:
@@ -177,6 +188,7 @@ class GatewayService:
     def _serve(self, stop: threading.Event) -> None:
         from pipeline.gateway.app import make_app
         from pipeline.gateway.inference.lane_bridge import LaneBridge, draining
+        from pipeline.gateway.inference.mirroring import Mirror
         from pipeline.gateway.inference.responses import InferenceResponses
 
         clock = self._parts.world.clock
@@ -185,7 +197,8 @@ class GatewayService:
             self._lane, clock, self._call, self._parts.http_metrics, self._max_requests, traces, self._router,
             self._overload,
         )  # fmt: skip
-        answers = InferenceResponses(self._request_builder, bridge, clock, self._streams)
+        mirror = Mirror(self._releases, bridge, self._parts.world)
+        answers = InferenceResponses(self._request_builder, bridge, clock, self._streams, mirror)
         arguments = ("lane calls", bridge.run, ended, self._parts.world)
         calls = threading.Thread(target=supervise, args=arguments, name="lane calls", daemon=True)
         calls.start()

@@ -18,7 +18,7 @@ import structlog
 
 from pipeline.gateway.http.errors import ApiError, bad_request, internal_error, unavailable
 from pipeline.gateway.http.metrics import HttpMetrics
-from pipeline.lane.client import CallSettings, LaneCalls
+from pipeline.lane.client import CallSettings, Fallback, LaneCalls
 from pipeline.lane.ports import Lane, LaneFull
 from pipeline.lane.prefix_router import PrefixRouter
 from pipeline.overload.controller import OverloadController, Overloaded
@@ -47,6 +47,9 @@ class LaneBridge:
         max_calls: concurrent requests; further ones are refused.
         router: chooses the workers of requests; None: any worker takes them.
         overload: refuses requests that would be late; None: none is refused.
+
+    Attributes:
+        on_cancel: called with the id of each request that is cancelled.
     """
 
     def __init__(
@@ -69,12 +72,53 @@ class LaneBridge:
         self._max_calls = max_calls
         self._sinks: dict[str, Sink] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.on_cancel: Callable[[str], None] = _ignore
 
     def __len__(self) -> int:
         return len(self._sinks)
 
-    async def start(self, request: LaneRequest, sink: Sink) -> None:
-        """Send the request; its events are passed to `sink` until the last one or `cancel`. Raises `ApiError`."""
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether only a tenth of the concurrent requests is left."""
+        return len(self._sinks) >= 0.9 * self._max_calls
+
+    @property
+    def lost_at(self) -> float:
+        """When workers lost a request last, but for those on trial; monotonic seconds."""
+        return self._calls.lost_at
+
+    async def start(
+        self, request: LaneRequest, sink: Sink, fallback: Fallback | None = None, *, is_counted: bool = True
+    ) -> None:
+        """Send the request; its events are passed to `sink` until the last one or `cancel`. Raises `ApiError`.
+
+        Args:
+            fallback: where the request's model is on trial.
+            is_counted: in the metrics of callers' requests, and in the forecast of their load. A copy isn't.
+        """
+        if is_counted:
+            self._admit(request)
+        self._loop = asyncio.get_running_loop()
+        self._sinks[request.id] = sink
+        if is_counted and request.url not in TOKENIZER_URLS:  # which would distort the times of answers
+            self.metrics.inference_started(request)
+        sending = asyncio.ensure_future(asyncio.to_thread(self._calls.start, request, fallback))
+        try:
+            await asyncio.shield(sending)
+        except LaneFull as error:
+            if is_counted:
+                self.metrics.goodput.refused(request)
+            self.forget(request.id)
+            raise _full(str(error)) from None
+        except PipelineError as error:
+            self.forget(request.id)
+            raise bad_request(str(error)) from None
+        except asyncio.CancelledError:  # the caller disconnected during the send: cancel after the send
+            sending.add_done_callback(lambda sent: self._cancel_sent(request.id, sent))
+            raise
+
+    def _admit(self, request: LaneRequest) -> None:
+        """Raise `ApiError` for a request that is refused."""
         if len(self._sinks) >= self._max_calls:
             self.metrics.goodput.refused(request)
             raise _full(f"{self._max_calls} requests wait here already")
@@ -84,23 +128,6 @@ class LaneBridge:
             except Overloaded as error:
                 self.metrics.goodput.refused(request)
                 raise _overloaded(error) from None
-        self._loop = asyncio.get_running_loop()
-        self._sinks[request.id] = sink
-        if request.url not in TOKENIZER_URLS:  # which would distort the times of answers
-            self.metrics.inference_started(request)
-        sending = asyncio.ensure_future(asyncio.to_thread(self._calls.start, request))
-        try:
-            await asyncio.shield(sending)
-        except LaneFull as error:
-            self.metrics.goodput.refused(request)
-            self.forget(request.id)
-            raise _full(str(error)) from None
-        except PipelineError as error:
-            self.forget(request.id)
-            raise bad_request(str(error)) from None
-        except asyncio.CancelledError:  # the caller disconnected during the send: cancel after the send
-            sending.add_done_callback(lambda sent: self._cancel_sent(request.id, sent))
-            raise
 
     def _cancel_sent(self, request_id: str, sent: asyncio.Future[bool]) -> None:
         """Cancel a request whose caller disconnected while it was being sent."""
@@ -113,6 +140,7 @@ class LaneBridge:
         """Cancel the request: its response isn't needed any more."""
         self.metrics.inference_finished(request_id, "cancelled")
         self._end_load(request_id)
+        self.on_cancel(request_id)
         if self._sinks.pop(request_id, None) is not None:
             asyncio.get_running_loop().run_in_executor(None, self._calls.cancel, request_id)
 
@@ -178,6 +206,10 @@ class LaneBridge:
             broken = internal_error()
             with suppress(Exception):  # then the request ends with its connection
                 sink(ErrorEvent(event.request, event.attempt, event.sequence, broken.code, broken.message, 500))
+
+
+def _ignore(_: str) -> None:
+    """The default of `LaneBridge.on_cancel`."""
 
 
 def draining() -> ApiError:

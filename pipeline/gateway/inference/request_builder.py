@@ -19,6 +19,7 @@ from pipeline.gateway.inference.service_tier import take_service_tier
 from pipeline.gateway.limits.admission import AdmittedRequest, RateLimiter
 from pipeline.ingest.validation import first_mistake
 from pipeline.lane.dialects import lane_url, rewrite_response, translate_event
+from pipeline.models.open_releases import OpenRelease, OpenReleases
 from pipeline.models.virtual_models import ModelResolver
 from pipeline.overload.controller import OverloadController
 from pipeline.planner.tokens import DEFAULT_TOKENS_PER_BYTE
@@ -111,6 +112,7 @@ class InferenceRequest:
         policies: the fingerprint of the content policies that the catalog names for the model.
         service_tier: the response's, if the body sets one.
         degraded: steps of degradation that changed the request.
+        canary: the release whose candidate answers; None: the served version does.
     """
 
     request: LaneRequest
@@ -126,6 +128,7 @@ class InferenceRequest:
     policies: str | None = None
     service_tier: str | None = None
     degraded: tuple[StepName, ...] = ()
+    canary: OpenRelease | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -158,6 +161,7 @@ class InferenceRequestBuilder:
         cache: the response cache; None: responses aren't cached.
         resolver: finds the models of requests; None: one that knows nothing about the workers' load.
         overload: has the steps of degradation; None: there are none.
+        releases: whose candidates answer some callers; None: there are none.
     """
 
     def __init__(
@@ -168,11 +172,13 @@ class InferenceRequestBuilder:
         cache: ResponseCache | None = None,
         resolver: ModelResolver | None = None,
         overload: OverloadController | None = None,
+        releases: OpenReleases | None = None,
     ) -> None:
         self.cache = cache
         self._overload = overload
         self._world = world
         self._rates = rates
+        self._releases = releases
         self._settings = settings or InferenceSettings()
         self._resolver = resolver or ModelResolver(world.store, world.clock)
 
@@ -197,6 +203,9 @@ class InferenceRequestBuilder:
             checked = parse_body(url, plain, self._settings.limits)
             dumped = orjson.loads(dump_body(checked))
         entry, degraded = self._route_small(self._entry(checked, caller, tier))
+        canary = self._canary(caller, entry, checked)
+        if canary is not None:
+            entry = canary.release.candidate
         defaults = entry.pin.sampling_defaults
         if (filled := fill_in(checked, defaults)) is not checked:
             checked, dumped = filled, orjson.loads(dump_body(filled))
@@ -233,6 +242,7 @@ class InferenceRequestBuilder:
             entry.policies,
             service_tier,
             degraded,
+            canary,
         )
 
     def _read_tokenizing(self, caller: Caller, url: str, body: Mapping[str, Any]) -> InferenceRequest:
@@ -360,6 +370,15 @@ class InferenceRequestBuilder:
             name = name if (dialect := DIALECTS.get(url)) is None else dialect.rename(name)
             of = "this API key" if min(caps) == caller.max_tokens else f"the {tier} tier"
             raise bad_request(f"{name} is {limit}, but {of} allows at most {min(caps)}; lower it", name)
+
+    def _canary(self, caller: Caller, entry: CatalogEntry, body: Body) -> OpenRelease | None:
+        """The release whose candidate answers this caller. The same version answers all requests of one user or
+        conversation, where the body names one, else those of one API key."""
+        if self._releases is None:
+            return None
+        named = (getattr(body, name, None) for name in ("user", "safety_identifier", "prompt_cache_key"))
+        who = next(filter(None, named), None) or caller.key or self._world.random.token(16).hex()
+        return self._releases.canary_of(entry, f"{caller.tenant}\0{who}")
 
     def _route_small(self, entry: CatalogEntry) -> tuple[CatalogEntry, tuple[StepName, ...]]:
         """The model that answers, and the step of degradation if that one has replaced it by a smaller one."""

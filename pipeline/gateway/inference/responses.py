@@ -17,7 +17,8 @@ from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError, not_found
 from pipeline.gateway.inference.chunks import lane_error
 from pipeline.gateway.inference.converters import converter_of
-from pipeline.gateway.inference.lane_bridge import LaneBridge
+from pipeline.gateway.inference.lane_bridge import LaneBridge, Sink
+from pipeline.gateway.inference.mirroring import Mirror
 from pipeline.gateway.inference.request_builder import InferenceRequest, InferenceRequestBuilder
 from pipeline.gateway.inference.stream_buffer import ServerEvent, StreamBuffer
 from pipeline.ports import Clock
@@ -169,10 +170,17 @@ class InferenceResponses:
     """All inference responses in progress in this process. For one event loop."""
 
     def __init__(
-        self, builder: InferenceRequestBuilder, bridge: LaneBridge, clock: Clock, settings: StreamSettings | None = None
+        self,
+        builder: InferenceRequestBuilder,
+        bridge: LaneBridge,
+        clock: Clock,
+        settings: StreamSettings | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
+        """`mirror`: copies requests to versions on trial; None: none is copied."""
         self.builder = builder
         self.bridge = bridge
+        self._mirror = mirror
         self._clock = clock
         self._settings = settings or StreamSettings()
         self._resumable: dict[str, Stream] = {}
@@ -204,7 +212,7 @@ class InferenceResponses:
 
         self._waiting[inference.request.id] = ended
         try:
-            await self.bridge.start(inference.request, handle_event)
+            await self._start(inference, handle_event)
             event = await ended
         except asyncio.CancelledError:
             self.bridge.cancel(inference.request.id)
@@ -217,6 +225,13 @@ class InferenceResponses:
         if isinstance(event, ErrorEvent):
             raise lane_error(inference.translate(event))
         return CompleteResponse(inference.rewrite(event.response), event.response.get("model", inference.served_by))
+
+    async def _start(self, inference: InferenceRequest, sink: Sink) -> None:
+        """Send the request. Raises `ApiError`."""
+        if self._mirror is None:
+            await self.bridge.start(inference.request, sink)
+        else:
+            await self._mirror.start(inference.request, sink, inference.canary, is_stream=inference.stream)
 
     async def _find(self, inference: InferenceRequest) -> dict[str, Any] | None:
         """The cached response of the same request; its rate-limit tokens are then released."""
@@ -243,7 +258,8 @@ class InferenceResponses:
         releasing = None
         if inference.ticket is not None and not inference.ticket.empty:
             releasing = loop.run_in_executor(None, self.builder.release, inference, used)
-        if event is not None and inference.cache_key is not None:
+        is_other_version = inference.canary is not None and event is not None and event.attempt > 1
+        if event is not None and inference.cache_key is not None and not is_other_version:
             loop.run_in_executor(None, self.builder.add_to_cache, inference, event)
         return releasing
 
@@ -264,7 +280,7 @@ class InferenceResponses:
         self._streams.add(stream)
         try:
             if cached is None:
-                await self.bridge.start(inference.request, stream.handle_event)
+                await self._start(inference, stream.handle_event)
             else:
                 for event in replay(inference.request, cached):
                     stream.handle_event(event)

@@ -40,6 +40,7 @@ from pipeline.gateway.http.metrics import HttpMetrics
 from pipeline.gateway.http.middleware import RequestMiddleware
 from pipeline.gateway.http.server import GatewayServer, listen
 from pipeline.gateway.inference.lane_bridge import LaneBridge, draining
+from pipeline.gateway.inference.mirroring import Mirror
 from pipeline.gateway.inference.models import ServedModels
 from pipeline.gateway.inference.request_builder import InferenceRequestBuilder, InferenceSettings
 from pipeline.gateway.inference.response_cache import MemoryResponseStore, ResponseCache
@@ -52,8 +53,10 @@ from pipeline.ingest.intake import Intake, IntakeSettings
 from pipeline.inputs.open import open_pinned
 from pipeline.lane.client import CallSettings
 from pipeline.lane.memory import MemoryLane
+from pipeline.lane.ports import OpenLane
 from pipeline.ledger.ledger import JobLedger
 from pipeline.models.catalog import Catalog
+from pipeline.models.open_releases import OpenReleases
 from pipeline.observability.exposition import Metrics
 from pipeline.overload.controller import OverloadController
 from pipeline.overload.forecast import Promises
@@ -93,6 +96,7 @@ class HttpHarness:
 
     Attributes:
         permits: a semaphore; each commit of the worker acquires it once.
+        releases: the open releases as the gateway sees them; `refresh` reads them.
     """
 
     world: World
@@ -102,7 +106,9 @@ class HttpHarness:
     keys: ApiKeys
     url: str
     permits: threading.Semaphore
+    lane: OpenLane
     worker: LaneWorker
+    releases: OpenReleases
     bridge: LaneBridge
     beats: MemoryHeartbeats
     stop: threading.Event
@@ -138,6 +144,7 @@ def run_http_harness(
     rates: RateSettings | None = None,
     limiter: RateLimiter | None = None,
     grace: float = 0.2,
+    lane: OpenLane | None = None,
     cache: CacheOptions | None = None,
     disk: Disk = LOCAL_DISK,
     overload: OverloadOptions | None = None,
@@ -149,6 +156,7 @@ def run_http_harness(
         finalize: run the finalizer in the background.
         s3: the root, instead of a folder.
         rates: the rate limits.  limiter: a rate limiter instead of one in memory.
+        lane: instead of one in memory.
         cache: the bounds of the response cache.
         disk: of the root's folder.
         grace: seconds that a worker has to finish the shards of a cancelled batch.
@@ -185,7 +193,8 @@ def run_http_harness(
                 ]
             ),
         )
-        lane = MemoryLane(clock)
+        lane = lane or MemoryLane(clock)
+        releases = OpenReleases(world, lane)
         control = None
         if overload is not None:
             control = OverloadController(clock, beats, lane, MemoryDegradationBoard(clock), overload, PROMISES)
@@ -195,11 +204,17 @@ def run_http_harness(
         )
         answers = InferenceResponses(
             InferenceRequestBuilder(
-                world, inference, parts.rates, ResponseCache(clock, MemoryResponseStore(clock), cache), overload=control
+                world,
+                inference,
+                parts.rates,
+                ResponseCache(clock, MemoryResponseStore(clock), cache),
+                overload=control,
+                releases=releases,
             ),
             bridge,
             clock,
             streams,
+            Mirror(releases, bridge, world),
         )
         server = GatewayServer(options, listen("127.0.0.1", 0), header_seconds, max_connections)
         with mock.patch("pipeline.gateway.app.build_schemas", SCHEMAS):
@@ -224,8 +239,8 @@ def run_http_harness(
             thread.start()
         try:
             yield HttpHarness(
-                world, clock, parts, finalizer, keys, server.url, permitted, worker, bridge, beats, stop, app,
-                witness, control,
+                world, clock, parts, finalizer, keys, server.url, permitted, lane, worker, releases, bridge, beats,
+                stop, app, witness, control,
             )  # fmt: skip
         finally:
             stop.set()

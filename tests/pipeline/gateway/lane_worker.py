@@ -32,6 +32,7 @@ class LaneWorker:
     """Answers `max_tokens` tokens to each choice; the prompt or last message may say what goes wrong.
 
     Attributes:
+        model: key of the model whose requests it takes.
         pause: seconds between two tokens of a request.
         requests: all that were received, by id.  unwanted: when each request was dropped that is no longer wanted.
         hold: take nothing while it is set.
@@ -40,6 +41,7 @@ class LaneWorker:
 
     lane: OpenLane
     pause: float = 0.0
+    model: str = PIN.key
     text: str | None = None
     requests: dict[str, LaneRequest] = field(default_factory=dict)
     unwanted: dict[str, float] = field(default_factory=dict)
@@ -56,12 +58,12 @@ class LaneWorker:
             time.sleep(0.001)
 
     def run(self, stop: threading.Event) -> None:
-        side = self.lane.worker("w")
+        side = self.lane.worker(f"w-{self.model}")
         running: dict[str, _Running] = {}
         while not stop.is_set():
             self.polls += 1
             if not self.hold.is_set():
-                for request in side.take([LaneQueue(PIN.key)], 2_000, 0.0 if running else 0.01):
+                for request in side.take([LaneQueue(self.model)], 2_000, 0.0 if running else 0.01):
                     self.requests[request.id] = request
                     running[request.id] = _Running(request)
             events: list[LaneEvent] = []
@@ -115,7 +117,7 @@ class LaneWorker:
     def _response(self, body: dict[str, Any], chat: bool, most: int, choices: int) -> dict[str, Any]:
         shown = []
         for index in range(choices):
-            text = words(most, index)
+            text = words(most, index) if self.text is None else self.text * most
             message = {"role": "assistant", "content": text, "refusal": None}
             what: dict[str, Any] = {"message": message} if chat else {"text": text}
             shown.append({"index": index, "finish_reason": "length", "logprobs": None, **what})
