@@ -29,6 +29,7 @@ MAX_WAITING: Final = 16
 """Requests that wait for a version's workers: with more, none is copied to them, and no canary request is sent."""
 
 _POLL_SECONDS: Final = 1.0
+_IDLE_POLL_SECONDS: Final = 5.0
 _PAUSE_SECONDS: Final = 30.0
 
 logger = structlog.get_logger(__name__)
@@ -83,8 +84,9 @@ class OpenReleases:
         self._sampled: Counter[tuple[str, Traffic]] = Counter()
 
     def run(self, stop: threading.Event) -> None:
-        """Read releases and write samples each second until `stop` is set."""
-        while not stop.wait(_POLL_SECONDS):
+        """Read releases and write samples until `stop` is set: each second while a release is open, else more seldom,
+        since each reading costs requests to the store."""
+        while not stop.wait(_POLL_SECONDS if self._open else _IDLE_POLL_SECONDS):
             self.refresh()
 
     def refresh(self) -> None:

@@ -24,7 +24,6 @@ from schemas.releases import MAX_SAMPLES, Release, RequestSample, RequestSamples
 REQUESTS_PER_SAMPLE: Final = 16
 """Requests that are evaluated together, as the rows of a shard are."""
 
-_FULL: Final = REQUESTS_PER_SAMPLE
 _MAX_AGE_SECONDS: Final = 5.0
 _MAX_WAITING: Final = 1_000
 """Samples that wait for a store that can't be written; further ones are dropped."""
@@ -156,7 +155,7 @@ class SampleBuffer:
 
     def _write(self, batch: _Batch, traffic: Traffic) -> None:
         stored = StoredSamples(self._world.store, batch.release)
-        while batch.samples or batch.dropped:
+        while batch.samples:
             written = tuple(batch.samples[:MAX_SAMPLES])
             record = RequestSamples(
                 release=batch.release.id, traffic=traffic, at=self._world.clock.now(), samples=written,
@@ -168,5 +167,6 @@ class SampleBuffer:
 
 
 def _is_due(batch: _Batch, now: float) -> bool:
-    has_lost = any(sample.lost for sample in batch.samples)
-    return has_lost or len(batch.samples) >= _FULL or now - batch.since >= _MAX_AGE_SECONDS
+    """Only samples, whose number is bounded, are a reason to write."""
+    is_old = bool(batch.samples) and now - batch.since >= _MAX_AGE_SECONDS
+    return is_old or len(batch.samples) >= REQUESTS_PER_SAMPLE or any(sample.lost for sample in batch.samples)

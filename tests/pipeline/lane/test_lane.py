@@ -14,6 +14,7 @@ from pipeline.lane.client import (
     HANDED_BACK,
     LANE_FULL,
     NO_ANSWER,
+    ROUTED,
     WORKER_LOST,
     CallSettings,
     Fallback,
@@ -316,6 +317,19 @@ def test_a_full_lane_of_a_version_on_trial_is_not_the_callers() -> None:
     trial.start()
     assert trial.reports == [LANE_FULL]
     assert [one.id for one in trial.take("old")] == ["r1"]
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_content_policies_choose_the_model_of_a_request_on_trial_and_a_copy_ends(is_copy: bool) -> None:
+    trial = Trial("continue", model=None if is_copy else "old")
+    trial.start()
+    trial.take("m")
+    trial.worker.emit([HandBackEvent("r1", 1, 0, route=Route("k", "big", REPORT))])
+    events = trial.turn(2)
+    assert trial.reports == [ROUTED]
+    assert [getattr(event, "code", None) for event in events] == ([ROUTED] if is_copy else [])
+    assert len(trial.take("k")) == (not is_copy)
+    assert trial.take("old") == []
 
 
 def test_a_copy_that_is_lost_is_not_sent_again() -> None:

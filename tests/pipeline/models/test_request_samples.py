@@ -41,9 +41,11 @@ def test_samples_are_written_when_a_group_is_full_or_old(harness: ReleasesHarnes
     buffer.flush(open_)
     (batch,) = stored(harness, release)
     assert (batch.samples, batch.dropped) == ((GOOD,) * REQUESTS_PER_SAMPLE, 0)
-    buffer.add(release, "mirror", GOOD)
     buffer.count_dropped(release, "mirror")
     harness.world.clock.sleep(6)
+    buffer.flush(open_)
+    assert len(stored(harness, release)) == 1, "their number is not bounded"
+    buffer.add(release, "mirror", GOOD)
     buffer.flush(open_)
     assert [(len(one.samples), one.dropped) for one in stored(harness, release)] == [(16, 0), (1, 1)]
 

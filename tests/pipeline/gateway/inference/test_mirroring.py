@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.adapters.redis.connection import RedisSettings
 from pipeline.adapters.system_clock import SystemClock
-from pipeline.gateway.inference import mirroring
+from pipeline.gateway.inference import mirroring, request_builder
 from pipeline.gateway.limits.admission import RateSettings
 from pipeline.lane.ports import LaneQueue, LaneSettings, OpenLane
 from pipeline.lane.redis import RedisLane
@@ -113,6 +113,7 @@ def test_a_copy_goes_to_the_candidate_and_its_numbers_to_the_root(harness: HttpH
     assert (one.stable.failed, one.candidate.failed, one.lost, one.agreement) == (False, False, False, 0.0)
     assert (one.stable.tokens, one.candidate.tokens) == (4, 4)
     assert one.stable.ttft_seconds is not None
+    assert harness.parts.http_metrics.answers()["interactive", "answered"] == 1, "callers' metrics are without copies"
     stored = b"".join(harness.world.store.read(info.key) for info in harness.world.store.list("releases/"))
     assert b"hello" not in stored
     assert b"other" not in stored
@@ -252,6 +253,21 @@ def test_the_answer_of_the_other_version_is_not_cached_as_the_candidates(
         assert ask(harness, **cached) == "other " * 4
         assert ask(harness, **cached) == "other " * 4
     assert count(harness, "canary") == 3
+
+
+def test_after_a_promotion_the_old_version_ends_what_it_holds_and_new_requests_go_to_the_new_one(
+    harness: HttpHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_builder, "_CATALOG_CACHE_SECONDS", 0.0)
+    release = begin(harness)
+    harness.worker.pause = 0.005
+    with candidate(harness, text="other "):
+        stream = iter(harness.client().chat.completions.create(**{**BODY, "max_tokens": 200}, stream=True))
+        begun = next(stream).choices[0].delta.content or ""
+        ModelRegistry(harness.world.store).end(release, "promoted", "operator", harness.world.clock.now())
+        assert ask(harness) == "other " * 4
+        rest = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert begun + "".join(rest) == words(200)
 
 
 # -- with a real Redis, and the decision
