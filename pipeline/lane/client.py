@@ -334,7 +334,8 @@ class LaneCalls:
         fallback.report(code)
         self._cancel(call)
         if not fallback.applies(call.stream.has_tokens):
-            yield self._fail(call, code, "its model's workers don't answer it any more", 503)
+            seen = code if fallback.model is None else WORKER_LOST
+            yield self._fail(call, seen, "the new version of the model doesn't answer it any more; ask again", 503)
             return
         self._release_worker(call.stream.request)
         request = call.stream.again(model=fallback.model, anew=fallback.received == "restart")

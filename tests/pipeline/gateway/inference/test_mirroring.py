@@ -13,11 +13,11 @@ import pytest
 
 from pipeline.adapters.redis.connection import RedisSettings
 from pipeline.adapters.system_clock import SystemClock
-from pipeline.gateway.inference import mirroring, request_builder
+from pipeline.gateway.inference import mirroring
 from pipeline.gateway.limits.admission import RateSettings
 from pipeline.lane.ports import LaneQueue, LaneSettings, OpenLane
 from pipeline.lane.redis import RedisLane
-from pipeline.models import open_releases, request_samples
+from pipeline.models import open_releases, request_samples, virtual_models
 from pipeline.models.catalog import Catalog
 from pipeline.models.registry import ModelRegistry
 from pipeline.models.request_samples import StoredSamples
@@ -258,7 +258,7 @@ def test_the_answer_of_the_other_version_is_not_cached_as_the_candidates(
 def test_after_a_promotion_the_old_version_ends_what_it_holds_and_new_requests_go_to_the_new_one(
     harness: HttpHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_builder, "_CATALOG_CACHE_SECONDS", 0.0)
+    monkeypatch.setattr(virtual_models, "_CACHE_SECONDS", 0.0)
     release = begin(harness)
     harness.worker.pause = 0.005
     with candidate(harness, text="other "):
