@@ -92,6 +92,24 @@ def test_workers_that_differ_make_no_more_differences_than_alpha() -> None:
     assert count_differences(experiment, range(200), workers=WORKERS[:10]) <= AS_ALPHA
 
 
+def test_workers_that_come_with_the_load_are_compared_within_slices() -> None:
+    """Most workers of the second arm are there only in the second half, as an autoscaler's are, where a tenth of the
+    tokens is late at every worker, instead of a hundredth."""
+    experiment = make_experiment(assignment="worker", max_blocks=8)
+    given = simulate_reports(experiment, 1, workers=WORKERS)
+    late_comers = sorted({report.worker for report in given if report.arm == "more"})[3:]
+    reports = [
+        one.model_copy(update={"counts": SliceCounts(later_tokens=100, late_tokens=10 if one.slice >= 4 else 1)})
+        for one in given
+        if one.slice >= 4 or one.worker not in late_comers
+    ]
+    assert len(late_comers) >= 3
+    (found,) = compare_arms(experiment, reports, after(experiment)).comparisons
+    late = found.differences["late_tokens"]
+    assert late is not None
+    assert (found.tested, late.mean) == (8, pytest.approx(0, abs=1e-12))
+
+
 @pytest.mark.parametrize("arms", [("a", "b"), ("a", "b", "c", "d")])
 def test_all_arms_that_are_compared_share_the_error(arms: tuple[str, ...]) -> None:
     experiment = make_experiment(*arms, min_blocks=32, max_blocks=32)
