@@ -59,6 +59,10 @@ class LabelCondition(StoredModel):
     min_score: Annotated[float, Field(ge=0, le=1)] = 0.0
     timeout_seconds: Annotated[float, Field(gt=0, le=10)] = 1.0
 
+    def accepts(self, label: tuple[str, float] | None) -> bool:
+        """Whether the condition holds for a text with this label and its probability; None: it got none."""
+        return label is not None and label[0] in self.labels and label[1] >= self.min_score
+
 
 class Conditions(StoredModel):
     """The conditions of a rule, all of which must hold. None: no condition.

@@ -10,6 +10,8 @@ import hashlib
 import threading
 from typing import Final
 
+import structlog
+
 from pipeline.ledger.ledger import LedgerError, parse_stored
 from pipeline.models.catalog import Catalog
 from pipeline.ports import Clock, ObjectNotFound, ObjectStore, PipelineError
@@ -21,6 +23,8 @@ from schemas.virtual_models import VirtualModel
 VIRTUAL: Final = "virtual/"
 _CACHE_SECONDS: Final = 5.0
 _MAX_CACHED: Final = 1_000
+
+logger = structlog.get_logger(__name__)
 
 
 class InvalidRules(PipelineError):
@@ -62,9 +66,16 @@ class VirtualModels:
         return True
 
     def all(self) -> list[VirtualModel]:
-        """All virtual models, by name. Raises `LedgerError` where one can't be read."""
-        found = [self._read(info.key) for info in self._store.list(VIRTUAL)]
-        return sorted((one for one in found if one is not None), key=lambda one: one.name)
+        """All virtual models, by name. One that can't be read, perhaps of a later version, is left out and logged."""
+        found = []
+        for info in self._store.list(VIRTUAL):
+            try:
+                one = self._read(info.key)
+            except LedgerError as error:
+                logger.warning("a virtual model can't be read", reason=str(error))
+                continue
+            found += [] if one is None else [one]
+        return sorted(found, key=lambda one: one.name)
 
     def _read(self, key: str) -> VirtualModel | None:
         try:

@@ -24,7 +24,7 @@ MAX_CHARS: Final = 16_384
 """Characters in which marks are searched: the last ones."""
 
 _CODE_LINE = re.compile(
-    r"^[ \t]*(?:(?:def|class|fn|func|function|impl|struct|import|from|#include|package|using|public|private|static|"
+    r"^[ \t]*+(?:(?:def|class|fn|func|function|impl|struct|import|from|#include|package|using|public|private|static|"
     r"const|let|var|return|SELECT|INSERT|UPDATE|CREATE)\b.{0,200}[(){};:,=*<>\"]|[^\n]{1,200}[{};]|</?[a-zA-Z][^>\n]{0,100}>)"
     r"[ \t]*$",
     re.MULTILINE,

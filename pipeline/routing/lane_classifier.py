@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -17,8 +18,8 @@ from schemas.requests.parsing import CLASSIFY_URL
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
 
 _POLL_SECONDS: Final = 0.02
-MAX_TEXTS: Final = 64
-"""Texts of one lane request, to which the time-out applies."""
+MAX_CONCURRENT: Final = 8
+"""Requests of one process that wait for labels; more would occupy all threads of a gateway. Further ones fail."""
 
 logger = structlog.get_logger(__name__)
 
@@ -38,23 +39,27 @@ class LaneClassifier:
         self._clock = clock
         self._random = random
         self._tier = tier
+        self._slots = threading.BoundedSemaphore(MAX_CONCURRENT)
 
-    def classify(self, model: str, texts: Sequence[str], timeout_seconds: float) -> list[tuple[str, float]] | None:
-        """The label of each text and its probability; None: no answer in time, or an error, which is logged."""
-        found: list[tuple[str, float]] = []
-        for begin in range(0, len(texts), MAX_TEXTS):
-            chunk = list(texts[begin : begin + MAX_TEXTS])
+    def classify(
+        self, model: str, texts: Sequence[str], timeout_seconds: float, tenant: str
+    ) -> list[tuple[str, float]] | None:
+        """See `Classifier`. Why there is no answer is logged."""
+        if not self._slots.acquire(blocking=False):
+            labels: list[tuple[str, float]] | str = f"{MAX_CONCURRENT} requests for labels wait already"
+        else:
             try:
-                labels = self._ask(model, chunk, timeout_seconds)
+                labels = self._ask(model, list(texts), timeout_seconds, tenant)
             except PipelineError as error:
                 labels = str(error)
-            if isinstance(labels, str):
-                logger.warning("a classification model gave no label", model=model, reason=labels)
-                return None
-            found += labels
-        return found
+            finally:
+                self._slots.release()
+        if isinstance(labels, str):
+            logger.warning("a classification model gave no label", model=model, reason=labels)
+            return None
+        return labels
 
-    def _ask(self, model: str, texts: list[str], timeout_seconds: float) -> list[tuple[str, float]] | str:
+    def _ask(self, model: str, texts: list[str], timeout_seconds: float, tenant: str) -> list[tuple[str, float]] | str:
         """The labels, or why there are none."""
         pin = self._find(model)
         if pin is None:
@@ -63,8 +68,9 @@ class LaneClassifier:
             id=f"label-{self._random.token(16).hex()}",
             model=pin.key,
             url=CLASSIFY_URL,
-            body={"model": model, "input": texts},
+            body={"model": model, "input": texts, "truncate_prompt_tokens": -1},
             tier=self._tier,
+            tenant=tenant,
             deadline=self._clock.now() + timedelta(seconds=timeout_seconds),
         )
         settings = CallSettings(

@@ -71,19 +71,21 @@ class LoadReader:
     def __init__(self, heartbeats: Heartbeats, clock: Clock) -> None:
         self._heartbeats = heartbeats
         self._clock = clock
-        self._lock = threading.Lock()
+        self._reading = threading.Lock()
         self._loads: Loads = NO_LOADS
         self._read_at = -math.inf
 
     def read(self) -> Loads:
-        """The loads; none while the heartbeats can't be read, so that no condition on them holds."""
-        with self._lock:
-            now = self._clock.monotonic()
-            if now - self._read_at >= REFRESH_SECONDS:
-                self._read_at = now
-                try:
-                    self._loads = model_loads(self._heartbeats.workers(), self._heartbeats.metrics())
-                except PipelineError as error:
-                    logger.warning("the load of the models' workers is not known", reason=str(error))
-                    self._loads = NO_LOADS
+        """The loads; none while the heartbeats can't be read, so that no condition on them holds. While one thread
+        reads them the others get the last ones."""
+        if self._clock.monotonic() - self._read_at < REFRESH_SECONDS or not self._reading.acquire(blocking=False):
             return self._loads
+        try:
+            self._loads = model_loads(self._heartbeats.workers(), self._heartbeats.metrics())
+        except PipelineError as error:
+            logger.warning("the load of the models' workers is not known", reason=str(error))
+            self._loads = NO_LOADS
+        finally:
+            self._read_at = self._clock.monotonic()
+            self._reading.release()
+        return self._loads

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Final, Protocol
 
 from pipeline.routing.complexity import complexity
@@ -16,14 +17,20 @@ from schemas.virtual_models import Conditions, LabelCondition, VirtualModel, is_
 MAX_CLASSIFIED_CHARS: Final = 8_192
 """Characters of the last user message that a classification model gets: the first ones."""
 
-NO_LABEL: Final = ("", 0.0)
+MAX_TEXTS: Final = 64
+"""Texts that a classification model is asked about at once, within one time-out."""
+
+_Label = tuple[str, float]
+NO_LABEL: Final[_Label] = ("", 0.0)
 
 
 class Classifier(Protocol):
     """Asks served classification models for labels."""
 
-    def classify(self, model: str, texts: Sequence[str], timeout_seconds: float) -> list[tuple[str, float]] | None:
-        """The label of each text and its probability; None: no answer in time, or an error."""
+    def classify(
+        self, model: str, texts: Sequence[str], timeout_seconds: float, tenant: str
+    ) -> list[tuple[str, float]] | None:
+        """The label of each text and its probability; None: no answer in time, or an error. At most `MAX_TEXTS`."""
         ...
 
 
@@ -84,6 +91,8 @@ class RuleRouter:
             keys: `ModelPin.key` of the rules' models, by name.
         """
         chosen = [virtual.rules[-1].model] * len(requests)
+        facts = [_RequestFacts(request) for request in requests]
+        labels = _Labels(self)
         open_ = list(range(len(requests)))
         depends = any(rule.when is not None and rule.when.depends_on_load for rule in virtual.rules)
         loads = self.loads() if depends else NO_LOADS
@@ -93,41 +102,66 @@ class RuleRouter:
             when, key = rule.when, keys.get(rule.model)
             if not _holds_for_model(when, loads, key):
                 continue
-            matched = [at for at in open_ if _holds(when, requests[at])]
-            decided = set(matched)
+            matched = [at for at in open_ if _holds(when, facts[at])]
+            unlabelled: set[int] = set()  # they keep the default
             if when.label is not None and matched:
-                labels = self._labels(when.label, [requests[at] for at in matched])
-                if labels is None:  # they keep the default
-                    open_ = [at for at in open_ if at not in decided]
-                    continue
-                wanted, least = when.label.labels, when.label.min_score
-                pairs = zip(matched, labels, strict=True)
-                matched = [at for at, (label, score) in pairs if label in wanted and score >= least]
-                decided = set(matched)
+                found = labels.of(when.label, [requests[at] for at in matched])
+                unlabelled = {at for at, label in zip(matched, found, strict=True) if label is None}
+                matched = [at for at, label in zip(matched, found, strict=True) if when.label.accepts(label)]
             for at in matched:
                 chosen[at] = rule.model
+            decided = unlabelled.union(matched)
             open_ = [at for at in open_ if at not in decided]
         self.counts.record(virtual.name, chosen)
         return chosen
 
-    def classify(self, model: str, texts: Sequence[str], timeout_seconds: float) -> list[tuple[str, float]] | None:
+    def classify(self, model: str, texts: Sequence[str], timeout_seconds: float, tenant: str) -> list[_Label] | None:
         """See `Classifier`. Failures are counted."""
-        found = None if self._classifier is None else self._classifier.classify(model, texts, timeout_seconds)
+        found = None if self._classifier is None else self._classifier.classify(model, texts, timeout_seconds, tenant)
         if found is None:
             self.counts.record_failures(model, len(texts))
         return found
 
-    def _labels(self, asked: LabelCondition, requests: Sequence[RoutedRequest]) -> list[tuple[str, float]] | None:
-        """The labels of these requests; a request without text has none."""
+
+class _RequestFacts:
+    """A request with what several rules may ask for, computed once."""
+
+    def __init__(self, request: RoutedRequest) -> None:
+        self.request = request
+
+    @cached_property
+    def language(self) -> str | None:
+        return language_of(self.request.last_text)
+
+    @cached_property
+    def complexity(self) -> int:
+        return complexity(self.request)
+
+
+class _Labels:
+    """The labels of the texts of one `choose`: several rules may ask for those of one model."""
+
+    def __init__(self, router: RuleRouter) -> None:
+        self._router = router
+        self._known: dict[tuple[str, str], _Label | None] = {}
+
+    def of(self, asked: LabelCondition, requests: Sequence[RoutedRequest]) -> list[_Label | None]:
+        """The labels of these requests, which are of one tenant; None: the model gave none. A request without text has
+        `NO_LABEL`."""
         texts = [request.last_text[:MAX_CLASSIFIED_CHARS] for request in requests]
-        given = [text for text in texts if text]
-        if not given:
-            return [NO_LABEL] * len(texts)
-        found = self.classify(asked.model, given, asked.timeout_seconds)
-        if found is None:
-            return None
-        labels = iter(found)
-        return [next(labels) if text else NO_LABEL for text in texts]
+        new = [text for text in dict.fromkeys(texts) if text and (asked.model, text) not in self._known]
+        while new:
+            some, new = new[:MAX_TEXTS], new[MAX_TEXTS:]
+            found = self._router.classify(asked.model, some, asked.timeout_seconds, requests[0].tenant)
+            self._known.update(
+                ((asked.model, text), label)
+                for text, label in zip(some, found if found is not None else [None] * len(some), strict=True)
+            )
+            if found is None:  # the others would wait for it, too
+                self._router.counts.record_failures(asked.model, len(new))
+                self._known.update(((asked.model, text), None) for text in new)
+                break
+        return [self._known[asked.model, text] if text else NO_LABEL for text in texts]
 
 
 def _holds_for_model(when: Conditions, loads: Loads, key: str | None) -> bool:
@@ -145,8 +179,9 @@ def _holds_for_model(when: Conditions, loads: Loads, key: str | None) -> bool:
     return all(most is None or (value is not None and value <= most) for value, most in bounds)
 
 
-def _holds(when: Conditions, request: RoutedRequest) -> bool:
+def _holds(when: Conditions, facts: _RequestFacts) -> bool:
     """Whether the conditions on the request hold, without that on its label. The cheap ones come first."""
+    request = facts.request
     return (
         (when.tiers is None or request.tier in when.tiers)
         and (when.tenants is None or request.tenant in when.tenants)
@@ -154,6 +189,6 @@ def _holds(when: Conditions, request: RoutedRequest) -> bool:
         and (when.prompt_tokens is None or request.prompt_tokens in when.prompt_tokens)
         and (when.tools is None or request.has_tools is when.tools)
         and (when.response_schema is None or request.has_schema is when.response_schema)
-        and (when.languages is None or language_of(request.last_text) in when.languages)
-        and (when.complexity is None or complexity(request) in when.complexity)
+        and (when.languages is None or facts.language in when.languages)
+        and (when.complexity is None or facts.complexity in when.complexity)
     )

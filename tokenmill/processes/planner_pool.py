@@ -199,7 +199,7 @@ class PlannerPool:
 
     def _give_labels(self, attempt: _Attempt, asked: dict[str, Any]) -> None:
         """Send the labels that a process asks for, or null."""
-        labels = self._router.classify(asked["model"], asked["texts"], asked["timeout_seconds"])
+        labels = self._router.classify(**asked)
         attempt.progress_at = self._clock.monotonic()
         assert attempt.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died; the next line says so

@@ -239,9 +239,12 @@ class _ParentsClassifier:
         self._answers = answers
         self._lines = lines
 
-    def classify(self, model: str, texts: Sequence[str], timeout_seconds: float) -> list[tuple[str, float]] | None:
+    def classify(
+        self, model: str, texts: Sequence[str], timeout_seconds: float, tenant: str
+    ) -> list[tuple[str, float]] | None:
         """See `Classifier`."""
-        self._answers.write({"classify": {"model": model, "texts": texts, "timeout_seconds": timeout_seconds}})
+        asked = {"model": model, "texts": texts, "timeout_seconds": timeout_seconds, "tenant": tenant}
+        self._answers.write({"classify": asked})
         labels = json.loads(self._lines.get())["labels"]
         return None if labels is None else [(label, score) for label, score in labels]
 

@@ -19,6 +19,7 @@ from pipeline.lane.ports import AnswerCounts
 from pipeline.observability.metric_definitions import OTHER
 from schemas.jobs.job import Tier
 from schemas.requests.parsing import CHAT_URL, COMPLETIONS_URL
+from schemas.requests.policy_report import is_routed
 from schemas.settings.lane import LatencyPromise
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest, TokensEvent
 
@@ -120,7 +121,9 @@ class GoodputMetrics:
             return
         latency = _latency(answer, end, now)
         if latency is not None:
-            self._count(answer.request, latency)
+            # More workers of the model that was asked would not make the one faster that a content policy chose.
+            is_own = not (isinstance(end, EndEvent) and is_routed(end.response))
+            self._count(answer.request, latency, is_reported=is_own)
 
     def refused(self, request: LaneRequest) -> None:
         """Count a request that is refused because too many wait."""
@@ -144,13 +147,13 @@ class GoodputMetrics:
     def _promise(self, request: LaneRequest) -> LatencyPromise | None:
         return self._promises.get(request.tier) if request.url in GENERATION_URLS else None
 
-    def _count(self, request: LaneRequest, latency: AnswerLatency) -> None:
+    def _count(self, request: LaneRequest, latency: AnswerLatency, *, is_reported: bool = True) -> None:
         with self._lock:
             if len(self._tenants) < self._max_tenants:
                 self._tenants.add(request.tenant)
             tenant = request.tenant if request.tenant in self._tenants else OTHER
             self._counts[request.tier.value, tenant, latency.value] += 1
-            if latency in _REPORTED:
+            if is_reported and latency in _REPORTED:
                 reported = self._reports.get(request.model, AnswerCounts())
                 self._reports[request.model] = reported + _REPORTED[latency]
 

@@ -214,7 +214,7 @@ class GenerateCalls:
         url = _url(given.get("url"), body)
         checked = parse_body(url, body, self._settings.limits)
         try:
-            dump_body(checked)
+            as_sent = dump_body(checked)
         except ValueError:
             raise _refuse("body", "holds half a character (a lone surrogate); send text") from None
         longest = self._settings.max_timeout_seconds
@@ -224,11 +224,12 @@ class GenerateCalls:
             raise _refuse("timeout", f"must be above 0 and at most {longest:g} seconds")
         chosen = _tier(tier)
         seconds = longest if timeout is None else float(timeout)
+        # Without the model: a task that is delivered again is the same one, if the rules now choose another, too.
+        sent = (part.encode(errors="surrogatepass") for part in (tenant, task_id, chosen, url))
+        identity = b"\0".join([*sent, as_sent])
         pin = self._pin(checked, tenant, chosen)
         checked = fill_in(checked, pin.sampling_defaults)
         plain = dump_body(checked)
-        sent = (tenant, task_id, chosen, url, *(() if pin.name == checked.model else (pin.name,)))
-        identity = b"\0".join([*(part.encode(errors="surrogatepass") for part in sent), plain])
         request = LaneRequest(
             id=f"task-{hashlib.sha256(identity).hexdigest()[:48]}",
             model=pin.key,

@@ -2,11 +2,10 @@
 
 Each device has an equal part of the weights and of the heads (Shoeybi et al. 2019, Megatron-LM, section 3); key-value
 heads that are fewer than the devices are held by several of them. A layer adds up its results over the devices twice,
-while nothing else is computed. A sum is a ring all-reduce (Patarasuk and Yuan 2009): each of n devices sends
-2 (n - 1) / n of a step's 16-bit activations, in 2 (n - 1) messages one after the other, each of which takes a latency
-and its bytes over the link's rate (the cost model of Thakur et al. 2005, section 3). Kernels that add up small messages
-in fewer steps are faster, and measured links are slower. Norms, which all devices have, and the sums for embedding and
-head are left out.
+while nothing else is computed. However it is done, each of n devices sends 2 (n - 1) / n of a step's 16-bit activations
+for such a sum (Patarasuk and Yuan 2009), and waits for one message at least, which takes a latency (the cost model of
+Thakur et al. 2005, section 3). A ring sends 2 (n - 1) of them one after the other. Norms, which all devices have, and
+the sums for embedding and head are left out.
 """
 
 from __future__ import annotations
@@ -87,12 +86,12 @@ class ShardedModel:
         )
 
     def sum_seconds(self, hardware: Hardware, tokens: float, steps: float = 1.0) -> float:
-        """Seconds of the sums over the devices in so many steps with so many tokens together."""
+        """Least seconds of the sums over the devices in so many steps with so many tokens together."""
         number = self.devices
         sums = SUMS_PER_LAYER * self.layout.layers
         num_bytes = tokens * self.layout.hidden_size * ACTIVATION_BYTES
         sent = 2 * (number - 1) / number * num_bytes
-        return sums * (steps * 2 * (number - 1) * LATENCY_SECONDS + sent / hardware.link)
+        return sums * (steps * (number > 1) * LATENCY_SECONDS + sent / hardware.link)
 
 
 @dataclass(frozen=True, slots=True)

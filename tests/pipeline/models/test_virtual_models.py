@@ -112,6 +112,26 @@ def test_a_job_pins_all_models_of_the_rules_and_each_row_gets_its_own(world: Wor
     assert planned(world, ledger) == {"tiny": [0, 2], "large": [1]}
 
 
+def test_where_one_model_is_served_rows_need_not_name_it_although_there_is_a_virtual_one(tmp_path: Path) -> None:
+    world = simulated_world(tmp_path)
+    Catalog(world.store).publish(CatalogEntry(pin=PIN, max_model_len=2_048))
+    VirtualModels(world.store).publish(virtual())
+    job = submitted(world, tmp_path).job()
+    assert (job.only_model, [one.name for one in job.settings.virtual_models or ()]) == (PIN.name, ["auto"])
+
+
+def test_a_virtual_model_that_cannot_be_read_stops_no_other_job(world: World, tmp_path: Path) -> None:
+    stored = VirtualModels(world.store)
+    for name in ("auto", "broken"):
+        stored.publish(virtual(LONG, name=name))
+    (broken,) = [info.key for info in world.store.list(VIRTUAL) if b'"broken"' in world.store.read(info.key)]
+    world.store.replace(broken, b'{"name": "broken", "from_a_later_version": 1}')
+    assert [one.name for one in stored.all()] == ["auto"]
+    assert planned(world, submitted(world, tmp_path)) == {"tiny": [0, 2], "large": [1]}
+    with pytest.raises(LedgerError, match=VIRTUAL):
+        stored.find("broken")
+
+
 def test_load_is_that_at_planning(world: World, tmp_path: Path) -> None:
     VirtualModels(world.store).publish(virtual(IDLE))
     router = RuleRouter(lambda: {LARGE.key: ModelLoad(0.0, 5.0)})

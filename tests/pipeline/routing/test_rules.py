@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -14,10 +15,10 @@ from pipeline.adapters.system_clock import SystemClock
 from pipeline.lane.memory import MemoryLane
 from pipeline.lane.ports import LaneQueue
 from pipeline.ports import WorkerState
-from pipeline.routing.lane_classifier import LaneClassifier
+from pipeline.routing.lane_classifier import MAX_CONCURRENT, LaneClassifier
 from pipeline.routing.loads import LoadReader, ModelLoad, model_loads
 from pipeline.routing.requests import RoutedRequest, estimate_prompt_tokens
-from pipeline.routing.rules import RuleRouter
+from pipeline.routing.rules import MAX_TEXTS, RuleRouter
 from pipeline.runtime.availability import ServiceUnavailable
 from schemas.jobs.job import Tier
 from schemas.requests.parsing import CHAT_URL, CLASSIFY_URL, COMPLETIONS_URL, parse_body
@@ -26,6 +27,7 @@ from schemas.workers.lane import EndEvent
 from schemas.workers.metrics import TierMetrics, WorkerMetrics
 from tests.pipeline.made_jobs import PIN
 from tests.pipeline.simulation import SeededRandomness, SimulatedClock
+from tests.waiting import wait_for
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 KEYS = {"large": "large-key", "small": "small-key"}
@@ -149,7 +151,10 @@ class FixedLabels:
         self.is_away = is_away
         self.texts: list[str] = []
 
-    def classify(self, model: str, texts: Sequence[str], timeout_seconds: float) -> list[tuple[str, float]] | None:
+    def classify(
+        self, model: str, texts: Sequence[str], timeout_seconds: float, tenant: str
+    ) -> list[tuple[str, float]] | None:
+        assert len(texts) <= MAX_TEXTS
         self.texts += texts
         return None if self.is_away else [(text.split()[0], 0.5 if "perhaps" in text else 0.9) for text in texts]
 
@@ -160,6 +165,38 @@ def test_a_label_decides_for_all_rows_of_a_batch_at_once_and_is_asked_last() -> 
     requests = asked("hard one"), asked("easy one"), asked("hard perhaps"), asked("hard " * 300)
     assert chosen(virtual, *requests, router=RuleRouter(classifier=labels)) == ["large", "small", "small", "small"]
     assert labels.texts == ["hard one", "easy one", "hard perhaps"], "the long one isn't asked for"
+
+
+def test_a_text_is_labelled_once_for_all_rules_and_rows() -> None:
+    labels = FixedLabels()
+    rules = [
+        {"model": "large", "when": {"label": {"model": "difficulty", "labels": [label]}}} for label in ("hard", "odd")
+    ]
+    virtual = VirtualModel.model_validate({"name": "auto", "rules": [*rules, {"model": "small"}]})
+    requests = [asked(text) for text in [f"odd {number % 100}" for number in range(300)]]
+    assert chosen(virtual, *requests, router=RuleRouter(classifier=labels)) == ["large"] * 300
+    assert len(labels.texts) == 100
+
+
+def test_after_a_failure_no_more_labels_are_asked_for() -> None:
+    labels = FixedLabels(is_away=True)
+    router = RuleRouter(classifier=labels)
+    requests = [asked(f"hard {number}") for number in range(3 * MAX_TEXTS)]
+    assert chosen(when(**HARD), *requests, router=router) == ["small"] * len(requests)
+    assert (len(labels.texts), router.counts.failures()) == (MAX_TEXTS, {"difficulty": len(requests)})
+
+
+def test_requests_for_labels_occupy_few_threads() -> None:
+    lane = MemoryLane(SystemClock())
+    classifier = LaneClassifier(lane, {"c": PIN}.get, SystemClock(), SeededRandomness(1), Tier.STANDARD)
+    with ThreadPoolExecutor(MAX_CONCURRENT) as threads:
+        waiting = [threads.submit(classifier.classify, "c", ["a"], 600.0, "acme") for _ in range(MAX_CONCURRENT)]
+        wait_for(lambda: lane.waiting([PIN.key])[PIN.key] == MAX_CONCURRENT)
+        assert classifier.classify("c", ["a"], 600.0, "acme") is None, "at once"
+        worker = lane.worker("w")
+        for request in worker.take([LaneQueue(PIN.key)], 100, 0.0):
+            worker.emit([EndEvent(request.id, 1, 0, {"data": [{"label": "x", "probs": [1.0]}]})])
+        assert [one.result() for one in waiting] == [[("x", 1.0)]] * MAX_CONCURRENT
 
 
 def test_without_a_label_the_last_rule_applies_and_that_is_counted() -> None:
@@ -178,7 +215,8 @@ def test_labels_come_over_the_lane_from_the_workers_of_the_classification_model(
 
     def answer_from_worker(response: dict[str, Any]) -> None:
         for request in worker.take([LaneQueue(PIN.key)], 10, 0.0):
-            assert (request.url, request.body["input"]) == (CLASSIFY_URL, ["a", "b"])
+            assert (request.url, request.body["input"], request.tenant) == (CLASSIFY_URL, ["a", "b"], "acme")
+            assert request.body["truncate_prompt_tokens"] == -1, "a long text would be refused with all others"
             worker.emit([EndEvent(request.id, request.attempt, 0, response)])
 
     sent = lane.send
@@ -196,7 +234,7 @@ def test_labels_come_over_the_lane_from_the_workers_of_the_classification_model(
             answer_from_worker(response)
 
         lane.send = send  # type: ignore[method-assign]
-        assert classifier.classify("c", ["a", "b"], 1.0) == wanted
+        assert classifier.classify("c", ["a", "b"], 1.0, "acme") == wanted
     lane.send = sent  # type: ignore[method-assign]
-    assert classifier.classify("c", ["a", "b"], 0.05) is None, "no worker answers in time"
-    assert classifier.classify("unknown", ["a"], 1.0) is None
+    assert classifier.classify("c", ["a", "b"], 0.05, "acme") is None, "no worker answers in time"
+    assert classifier.classify("unknown", ["a"], 1.0, "acme") is None

@@ -96,8 +96,10 @@ def test_a_planner_process_gets_loads_and_labels_from_its_parent(
     asked = []
 
     class Labels:
-        def classify(self, model: str, texts: Sequence[str], timeout_seconds: float) -> list[tuple[str, float]] | None:
-            asked.append((model, list(texts), timeout_seconds))
+        def classify(
+            self, model: str, texts: Sequence[str], timeout_seconds: float, tenant: str
+        ) -> list[tuple[str, float]] | None:
+            asked.append((model, list(texts), timeout_seconds, tenant))
             return [("hard" if text.endswith("1") else "easy", 0.9) for text in texts]
 
     loads = {PIN.key: ModelLoad(0.0, 5.0)}
@@ -121,7 +123,7 @@ def test_a_planner_process_gets_loads_and_labels_from_its_parent(
         pool.close()
     (segment,) = ledger.segments()
     assert sorted((shard.model, shard.rows) for shard in segment.shards) == [("large", 1), ("small", 2)]
-    assert asked == [("judge", ["row 0", "row 1", "row 2"], 1.0)]
+    assert asked == [("judge", ["row 0", "row 1", "row 2"], 1.0, job.tenant)]
 
 
 def nested_bomb(path: Path, elements: int) -> Path:

@@ -133,6 +133,11 @@ def test_reports_are_by_model_and_leave_out_failures() -> None:
         metrics.started(request, 100.0)
         _record(metrics, request, arrivals)
         metrics.ended(request.id, end, 110.0)
+    routed = {"tokenmill": {"content_policies": {"verdicts": [{"action": "route"}], "usage": {}}}}
+    metrics.started(_request("routed"), 100.0)
+    _record(metrics, _request("routed"), [(9.0, 1)])
+    metrics.ended("routed", replace(END, request="routed", response=routed), 110.0)
+    assert sum(metrics.counts().values()) == 5, "counted, but it says nothing about its model's workers"
     metrics.refused(replace(_request(), model="a"))
     assert metrics.take_reports() == {
         "a": AnswerCounts(in_time=1, late_first_tokens=2), "b": AnswerCounts(late_tokens=1),

