@@ -27,6 +27,7 @@ class ContentVerdict:
         policy, rule: their names; `rule` may be empty.
         on: the judged text.
         model: to which a `route` sends the request.
+        failed: the policy could not judge the text, which passes as the operator chose.
     """
 
     __pydantic_config__ = _STRICT
@@ -36,6 +37,12 @@ class ContentVerdict:
     action: PolicyAction
     on: JudgedSide
     model: Name | None = None
+    failed: bool = False
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The verdict as JSON has it; `model` and `failed` only where they say something."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, False)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +61,8 @@ class PolicyReport:
     @property
     def fields(self) -> dict[str, Any]:
         """The report as JSON has it: `verdicts`, and `usage` of guard models."""
-        verdicts = [
-            {name: value for name, value in asdict(verdict).items() if value is not None} for verdict in self.verdicts
-        ]
         usage = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
-        return {"verdicts": verdicts, "usage": usage}
+        return {"verdicts": [verdict.fields for verdict in self.verdicts], "usage": usage}
 
 
 NO_REPORT: Final = PolicyReport()
@@ -81,7 +85,9 @@ def extension_of(response: Mapping[str, Any]) -> dict[str, Any]:
     return {EXTENSION: response[EXTENSION]} if response.get(EXTENSION) else {}
 
 
-def is_routed(response: Mapping[str, Any]) -> bool:
-    """Whether a content policy sent the request of this response to another model."""
+def may_be_repeated(response: Mapping[str, Any]) -> bool:
+    """Whether the same request may get this response again: the requested model made it, and all of its texts were
+    judged."""
     found = (response.get(EXTENSION) or {}).get(FIELD) or {}
-    return any(verdict["action"] == "route" for verdict in found.get("verdicts", ()))
+    verdicts = found.get("verdicts", ())
+    return not any(verdict["action"] == "route" or verdict.get("failed") for verdict in verdicts)

@@ -274,7 +274,7 @@ class PolicyGuard:
         self._tokens = (self._tokens[0] + verdict.prompt_tokens, self._tokens[1] + verdict.completion_tokens)
         action = "refuse" if verdict.action == "route" and side == "answer" else verdict.action
         model = verdict.model if action == "route" else None
-        found = None if action is None else ContentVerdict(name, _rule(verdict), action, side, model)
+        found = None if action is None else ContentVerdict(name, _rule(verdict), action, side, model, verdict.failed)
         if found is not None and found not in self._verdicts:
             self._verdicts[found] = None
             logger.info(_EVENTS[found.action], policy=name, rule=found.rule, row=self._about.row, what=side)

@@ -20,7 +20,7 @@ import structlog
 
 from pipeline.ports import Clock
 from pipeline.runtime.availability import ServiceUnavailable
-from schemas.requests.policy_report import is_routed
+from schemas.requests.policy_report import may_be_repeated
 from schemas.settings.gateway import CacheOptions
 from schemas.workers.lane import LaneRequest
 
@@ -158,8 +158,9 @@ def cache_key(request: LaneRequest, default_max_tokens: int, policies: str | Non
 
 def _is_cacheable(response: Mapping[str, Any]) -> bool:
     """Whether a response is complete, passed the content policies, and isn't from the cache itself. That of a model to
-    which a policy sent the request isn't cached: the key holds the requested model's weights."""
-    if "usage" not in response or MARK in response["usage"] or is_routed(response):
+    which a policy sent the request isn't cached: the key holds the requested model's weights. Nor is one that passed
+    because a policy could not judge it."""
+    if "usage" not in response or MARK in response["usage"] or not may_be_repeated(response):
         return False
     choices = response.get("choices", [])
     return all(

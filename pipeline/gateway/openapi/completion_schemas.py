@@ -15,13 +15,15 @@ FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
 class PolicyVerdictOfText(ResponseModel):
-    """A content policy's verdict on a text that doesn't simply pass. `model`: to which a `route` sent the request."""
+    """A content policy's verdict on a text that doesn't simply pass. `model`: to which a `route` sent the request.
+    `failed`: the policy could not judge the text; absent: it did."""
 
     policy: str
     rule: str
     action: PolicyAction
     on: JudgedSide
     model: str | None = None
+    failed: Literal[True] = True
 
 
 class GuardUsage(ResponseModel):

@@ -10,7 +10,7 @@ import pytest
 from pipeline.lane.client import MAX_ROUTES, ROUTE_LOOP, CallSettings, LaneCalls
 from pipeline.lane.memory import MemoryLane
 from pipeline.lane.ports import LaneQueue
-from schemas.requests.policy_report import ContentVerdict, PolicyReport, add_report, is_routed
+from schemas.requests.policy_report import ContentVerdict, PolicyReport, add_report, may_be_repeated
 from schemas.workers.lane import EndEvent, ErrorEvent, HandBackEvent, LaneEvent, LaneRequest, Route
 from tests.pipeline.simulation import SimulatedClock
 
@@ -57,7 +57,7 @@ def test_given_a_routed_request_then_the_other_models_worker_gets_it_and_the_res
     report = end.response["tokenmill"]["content_policies"]
     assert [verdict["rule"] for verdict in report["verdicts"]] == ["odd", "medical"]
     assert report["usage"] == {"prompt_tokens": 12, "completion_tokens": 3}
-    assert is_routed(end.response)
+    assert not may_be_repeated(end.response)
     assert len(calls) == 0
 
 
@@ -82,5 +82,5 @@ def test_given_workers_that_route_to_each_other_then_the_call_ends_with_an_error
 
 def test_given_no_verdicts_then_a_response_stays_as_it_is() -> None:
     assert add_report({"id": "x"}, PolicyReport()) == {"id": "x"}
-    assert not is_routed({"id": "x"})
-    assert not is_routed(add_report({}, PolicyReport((FLAG,))))
+    assert may_be_repeated({"id": "x"})
+    assert may_be_repeated(add_report({}, PolicyReport((FLAG,))))

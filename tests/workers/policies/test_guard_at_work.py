@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +121,15 @@ def test_given_a_guard_that_takes_its_time_then_other_requests_are_answered_mean
 
 
 def test_given_a_worker_that_stops_then_answers_being_judged_are_still_emitted(
-    model: LoadedModel, load: Load, server: ScriptedGuard, kit: Any
+    model: LoadedModel, load: Load, server: ScriptedGuard, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("workers.lane.server._LAST_EMIT_SECONDS", 0.0)
     server.hang = True
     policies = load(apply="answer", labels=ANSWERS, timeout_seconds=60)
+    deadline = datetime.now(UTC) + timedelta(seconds=30)  # for an answer that is lost
     with ThreadPoolExecutor(1) as pool:
         with serving_worker(kit, model, policies) as send:
-            answered = pool.submit(send, forced_chat(kit, "a flower"))
+            answered = pool.submit(send, forced_chat(kit, "a flower"), deadline=deadline)
             wait_for(lambda: server.asked, "the guard is not asked")
             threading.Timer(0.2, server.released.set).start()
         assert end_of(answered.result()).response["choices"][0]["message"]["content"] == "a flower"

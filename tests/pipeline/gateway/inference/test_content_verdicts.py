@@ -18,6 +18,7 @@ from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.waiting import wait_for
 
 FLAG = ContentVerdict("rules", "odd", "flag", "answer")
+UNJUDGED = ContentVerdict("guard", "not judged", "flag", "prompt", failed=True)
 ROUTE = ContentVerdict("rules", "medical", "route", "prompt", "big")
 MESSAGES = [{"role": "user", "content": "hello"}]
 CHAT = ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2})
@@ -78,7 +79,9 @@ def test_given_a_flagged_stream_then_its_end_has_the_verdict(
     assert [event["tokenmill"] for event in found] == [{"content_policies": harness.worker.report.fields}]
 
 
-def test_given_a_routed_request_then_its_response_is_not_cached_and_a_flagged_one_is(harness: HttpHarness) -> None:
+def test_given_a_routed_response_or_one_that_was_not_judged_then_it_is_not_cached(
+    harness: HttpHarness,
+) -> None:
     url, body = CHAT
     more = {"temperature": 0, "tokenmill": {"cache": True}}
 
@@ -87,7 +90,8 @@ def test_given_a_routed_request_then_its_response_is_not_cached_and_a_flagged_on
         assert response["tokenmill"] == {"content_policies": harness.worker.report.fields}
         return "tokenmill_cached" in response["usage"]
 
-    harness.worker.report = PolicyReport((ROUTE,))
-    assert not any(is_cached(3) for _ in range(3))
+    for number, verdict in enumerate((ROUTE, UNJUDGED)):
+        harness.worker.report = PolicyReport((verdict,))
+        assert not any(is_cached(5 + number) for _ in range(3))
     harness.worker.report = PolicyReport((FLAG,))
     wait_for(lambda: is_cached(4), "the response is not cached")
