@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final, Literal
 
@@ -85,9 +85,17 @@ def extension_of(response: Mapping[str, Any]) -> dict[str, Any]:
     return {EXTENSION: response[EXTENSION]} if response.get(EXTENSION) else {}
 
 
+def is_routed(response: Mapping[str, Any]) -> bool:
+    """Whether a content policy sent the request of this response to another model."""
+    return any(verdict["action"] == "route" for verdict in _verdicts(response))
+
+
 def may_be_repeated(response: Mapping[str, Any]) -> bool:
     """Whether the same request may get this response again: the requested model made it, and all of its texts were
     judged."""
-    found = (response.get(EXTENSION) or {}).get(FIELD) or {}
-    verdicts = found.get("verdicts", ())
-    return not any(verdict["action"] == "route" or verdict.get("failed") for verdict in verdicts)
+    return not is_routed(response) and not any(verdict.get("failed") for verdict in _verdicts(response))
+
+
+def _verdicts(response: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    found: Sequence[Mapping[str, Any]] = ((response.get(EXTENSION) or {}).get(FIELD) or {}).get("verdicts", ())
+    return found
