@@ -12,8 +12,6 @@ from pydantic import AwareDatetime, Field, StringConstraints, field_validator, m
 from schemas.stored import StoredModel
 
 MAX_RULES: Final = 32
-MAX_FILE_BYTES: Final = 65_536
-"""Of a file with a virtual model's rules."""
 
 LANGUAGES: Final = (
     "ar", "de", "el", "en", "es", "fa", "fr", "he", "hi", "it", "ja", "ko", "nl", "pl", "pt", "ru", "sv", "th", "tr",

@@ -24,6 +24,7 @@ from schemas.requests.parsing import (
     BODIES,
     Body,
     ChatBody,
+    CompletionBody,
     GenerationBody,
     RequestLine,
     dump_body,
@@ -126,6 +127,7 @@ class Validator:
         self._max_model_len = max_model_len
         self._virtual = {virtual.name for virtual in job.settings.virtual_models or ()}
         self._routing = routing
+        self._adds_logprobs = job.settings.cascade is not None and job.settings.cascade.needs_logprobs
         models = [model.name for model in job.models]
         only = job.settings.model
         self._names = [*models, *self._virtual] if only is None else [only]
@@ -216,6 +218,8 @@ class Validator:
         line, prompt_tokens = row.line, row.prompt_tokens
         defaults = self._defaults[model]
         body = fill_in(row.body, defaults)
+        if self._adds_logprobs:
+            body = _with_logprobs(body)
         try:
             limit = answer_limit(defaults, self._settings.default_max_tokens)
             longest, total = self._cut(body, prompt_tokens.longest, prompt_tokens.total, limit)
@@ -294,6 +298,15 @@ class Validator:
         if body.ignore_eos:
             return limit
         return min(limit, max(body.min_tokens, round(limit * self._settings.plan.answer_fraction)))
+
+
+def _with_logprobs(body: Body) -> Body:
+    """The request, with log-probabilities of the answer's tokens."""
+    if isinstance(body, ChatBody):
+        return body.model_copy(update={"logprobs": True})
+    if isinstance(body, CompletionBody) and body.logprobs is None:
+        return body.model_copy(update={"logprobs": 0})
+    return body
 
 
 def _certain(body: GenerationBody) -> int:

@@ -72,8 +72,8 @@ def export(
 
     Args:
         errors_to: the file for rows that didn't succeed; None: they go to `to` as well.
-        retries: retries of the job, or of each other. Each row has its succeeded result, else that of the latest job,
-            and rows are in input order.
+        retries: retries of the job, or of each other. Each row has its succeeded result (of a cascade's steps the
+            latest one), else that of the latest job, and rows are in input order.
         in_input_order: sort by row. With many parts it takes as much scratch space in the folder of `to` as the output.
         fan_in: maximum number of sorted runs that are merged, and so open, at a time.
 
@@ -94,7 +94,8 @@ def export(
             bad = good if errors_to is None else stack.enter_context(_NewFile(errors_to))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=to.parent)))
             lines = _ordered(parts, folder, fan_in) if in_input_order or retries else _chained(parts)
-            for line in _best(lines) if retries else lines:
+            replaces = ledger.job().settings.cascade is not None
+            for line in _best(lines, replaces=replaces) if retries else lines:
                 counts[line.succeeded] += 1
                 (good if line.succeeded else bad).write(line.data + b"\n")
     except OSError as error:
@@ -138,10 +139,14 @@ def part_lines(job_index: int, ledger: JobLedger, number: int) -> Iterator[Expor
                 yield _line(job, result, job_index)
 
 
-def _best(lines: Iterable[ExportedLine]) -> Iterator[ExportedLine]:
-    """The best of each row's adjacent lines: the earliest that succeeded, else the latest error."""
+def _best(lines: Iterable[ExportedLine], *, replaces: bool) -> Iterator[ExportedLine]:
+    """The best of each row's adjacent lines: the earliest that succeeded (`replaces`: the latest, since a later job
+    answers what wasn't accepted), else the latest error."""
     for _, found in groupby(lines, key=attrgetter("row")):
-        yield max(found, key=lambda line: (line.succeeded, -line.job_index if line.succeeded else line.job_index))
+        yield max(
+            found,
+            key=lambda line: (line.succeeded, -line.job_index if line.succeeded and not replaces else line.job_index),
+        )
 
 
 def _line(job: str, result: dict[str, Any], job_index: int) -> ExportedLine:

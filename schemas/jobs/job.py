@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, Field, model_validator
 
 from schemas.identifiers import Id, Traceparent
+from schemas.jobs.cascade import CascadeSettings
 from schemas.jobs.inputs import InputRef
 from schemas.jobs.row_selection import RowSelection
 from schemas.models import ModelPin
@@ -54,6 +55,7 @@ class JobSettings(StoredModel):
             the virtual models, and the pinned one if there is only one.
         virtual_models: names that requests may use besides those of the pinned models, with their rules; the rules'
             models are pinned. None: there are none.
+        cascade: of which the job is a step. None: of none.
     """
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
@@ -67,6 +69,7 @@ class JobSettings(StoredModel):
     content_policies: Annotated[str, Field(max_length=64)] | None = None
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     virtual_models: tuple[VirtualModel, ...] | None = None
+    cascade: CascadeSettings | None = None
     limits: Limits = Limits()
     plan: PlanSettings = PlanSettings()
 

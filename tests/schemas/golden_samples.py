@@ -35,6 +35,7 @@ from pipeline.ledger.records import (
 )
 from pipeline.results.part_files import FOOTER_KEY
 from schemas.jobs.arrow_schemas import SHARD_FIELDS, result_schema, shard_schema
+from schemas.jobs.cascade_outcome import CascadeOutcome, CascadeStep
 from schemas.jobs.checkpoints import CheckpointHead, FinishedRows, LoggedChoice, LoggedLogprobs, decode, encode
 from schemas.jobs.events import JobChanged, ProgressMade, ReleaseEnded, ShardCommitted, read_event
 from schemas.jobs.inputs import FileStamp, InputFile, InputFormat, InputRef
@@ -141,6 +142,16 @@ RECORDS: dict[str, StoredModel] = {
         cost=0.5, tokens_left=9, eta=NOON, started_at=NOON, as_of=NOON,
     ),
     "catalog-entry": ENTRY,
+    "cascade": CascadeOutcome(
+        steps=(
+            CascadeStep(
+                job="job-a", model="small", rows=10, accepted=7, rejected={"json_schema": 3}, usage=Usage(prompt=9),
+                busy_seconds=2.0, cost=0.5,
+            ),
+        ),
+        min_mean_logprob=-0.5, sampled_rows=4, agreement=0.75, busy_seconds=2.0, cost=0.5, saved_busy_seconds=1.5,
+        saved_cost=0.25,
+    ),
     "virtual-model": VirtualModel(
         name="auto",
         rules=(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenmill.config.cli_options import (
+    Accept,
+    Agreement,
     ChatTemplate,
     ContentPolicies,
     Deadline,
@@ -40,9 +42,11 @@ from tokenmill.config.cli_options import (
     QuantizeOption,
     ReasoningParser,
     Replicas,
+    SampleRows,
     ScoreTokens,
     SpeculateOption,
     TensorParallel,
+    Then,
     ThinkingTokenBudget,
     Threads,
     Tier,
@@ -54,6 +58,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from tokenmill.config.engine_options import EngineOptions
+    from tokenmill.local.cascade import CascadePlan
     from tokenmill.local.run_plan import RunPlan
     from workers.text.chat_options import ChatOptions
 
@@ -99,6 +104,10 @@ def run(
     kv_offloading_size: KvOffloadingSize = None,
     kv_cache_dir: KvCacheDir = None,
     kv_cache_dir_size: KvCacheDirSize = None,
+    then: Then = None,
+    accept: Accept = None,
+    agreement: Agreement = None,
+    sample_rows: SampleRows = None,
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
@@ -106,10 +115,13 @@ def run(
 
     The same command again goes on where the last one stopped; what was committed is never computed again. Every line
     gets a row, an invalid one too, with the reason. OUT/results can be read at any moment.
+
+    With --then it is a cascade: rows whose answers --accept doesn't accept are answered by the next model, in
+    OUT/cascade. OUT/cascade/merged.parquet has the final answers.
     """
     from tokenmill.config import job_options
     from tokenmill.config.engine_options import engine_options
-    from tokenmill.local.execute import execute
+    from tokenmill.local.execute import execute, execute_cascade
     from tokenmill.local.pricing import check_limit, price_of_worker
 
     settings = read_settings()
@@ -131,7 +143,45 @@ def run(
         content_policy=content_policy, truncate_prompt=truncate_prompt,
     )  # fmt: skip
     check_limit(plan)
-    execute(plan, as_json=as_json)
+    if then is None:
+        if accept is not None or agreement is not None or sample_rows is not None:
+            raise typer.BadParameter("needs --then, the model of the next step", param_hint="--accept")
+        execute(plan, as_json=as_json)
+        return
+    execute_cascade(_cascade(plan, then, accept, agreement, sample_rows, engine), as_json=as_json)
+
+
+def _cascade(
+    first: RunPlan,
+    then: list[str],
+    accept: Path | None,
+    agreement: float | None,
+    sample_rows: int | None,
+    engine: EngineOptions,
+) -> CascadePlan:
+    """Validate the options of a cascade, and build its plan."""
+    from pydantic import ValidationError
+
+    from schemas.jobs.cascade import CascadeSettings
+    from tokenmill.config import job_options
+    from tokenmill.config.engine_choice import choose_engines
+    from tokenmill.errors import UserError
+    from tokenmill.local.acceptance import read_acceptance
+    from tokenmill.local.cascade import CascadePlan
+
+    if first.deadline is not None or first.max_cost is not None:
+        raise UserError("--deadline and --max-cost are of one job; a cascade has several")
+    accepted = read_acceptance(accept, agreement, sample_rows)
+    later = choose_engines(job_options.choose_models(then, read_settings().model_cache), engine)
+    names = [model.name for model in (*first.models, *later)]
+    if len(first.models) > 1 or len(set(names)) < len(names):
+        raise UserError(f"--then: the models {', '.join(names)} must be one first model and others with other names")
+    try:
+        CascadeSettings(models=tuple(model.name for model in later), accept=accepted)
+    except ValidationError as error:
+        reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise UserError(f"--then: {reason}") from None
+    return CascadePlan(first, later, accepted)
 
 
 def _plan(

@@ -333,6 +333,31 @@ TruncatePrompt = Annotated[
         "the last newline on (newline); of a chat, right and newline cut the last user message. Default: refuse them."
     ),
 ]
+Then = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--then",
+        metavar="MODEL",
+        help="The next model of a cascade, as NAME=MODEL: it answers the rows that --accept does not accept. May be "
+        "repeated, the smallest model first.",
+    ),
+]
+Accept = Annotated[
+    Path | None,
+    typer.Option("--accept", metavar="FILE", help="Of a cascade: which answers are final, as TOML (or .json)."),
+]
+Agreement = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        help="Of a cascade: choose the least mean log-probability so that this share of all answers are those of the "
+        "next model, by a sample that it answers.",
+    ),
+]
+SampleRows = Annotated[
+    int | None, typer.Option("--sample", min=20, max=10_000, metavar="ROWS", help="Rows of that sample. Default: 200.")
+]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget the job in OUT, and start anew.")]
 PricePerHour = Annotated[
     float | None,

@@ -1,40 +1,53 @@
-"""Files with the rules of virtual models: TOML, or JSON by the suffix .json."""
+"""Files with the rules of virtual models and cascades: TOML, or JSON by the suffix .json."""
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import orjson
 
 from tokenmill.errors import UserError
 
 if TYPE_CHECKING:
+    from schemas.stored import StoredModel
     from schemas.virtual_models import VirtualModel
+
+MAX_BYTES: Final = 131_072
+
+
+Document = TypeVar("Document", bound="StoredModel")
 
 
 def read_virtual_model(path: Path) -> VirtualModel:
-    """The virtual model in the file. Raises `UserError`, with the place of the first mistake."""
-    from pydantic import ValidationError
+    """The virtual model in the file. Raises `UserError`."""
+    from schemas.virtual_models import VirtualModel
 
-    from schemas.virtual_models import MAX_FILE_BYTES, VirtualModel
+    return read_document(path, VirtualModel)
+
+
+def read_document(path: Path, kind: type[Document], given: Mapping[str, Any] = MappingProxyType({})) -> Document:
+    """The file's document, with the fields of `given` in place of its own. Raises `UserError`, with the place of the
+    first mistake."""
+    from pydantic import ValidationError
 
     try:
         with path.open("rb") as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise UserError(f"{path}: has more than {MAX_FILE_BYTES} bytes; write fewer rules")
+            data = stream.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise UserError(f"{path}: has more than {MAX_BYTES} bytes; make it shorter")
         raw = orjson.loads(data) if path.suffix == ".json" else tomllib.loads(data.decode())
-        return VirtualModel.model_validate(raw)
+        return kind.model_validate({**raw, **given})
     except OSError as error:
         raise UserError(f"{path}: can't be read: {error.strerror or error}") from error
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         place = ".".join(str(step) for step in detail["loc"])
-        raise UserError(
-            f"{path}: {f'{place}: ' if place else ''}{detail['msg'].removeprefix('Value error, ')}"
-        ) from None
-    except ValueError as error:
-        kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise UserError(f"{path}: is not {kind}: {error}") from error
+        reason = detail["msg"].removeprefix("Value error, ")
+        raise UserError(f"{path}: {f'{place}: {reason}' if place else reason}") from None
+    except (ValueError, TypeError) as error:
+        wanted = "a JSON object" if path.suffix == ".json" else "TOML"
+        raise UserError(f"{path}: is not {wanted}: {error}") from error

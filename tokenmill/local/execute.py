@@ -14,6 +14,7 @@ from tokenmill.errors import Interrupted, KeyboardInterruption, UserError
 
 if TYPE_CHECKING:
     from schemas.jobs.outcome import Manifest
+    from tokenmill.local.cascade import CascadePlan
     from tokenmill.local.run_job import JobRun
     from tokenmill.local.run_plan import RunPlan
     from tokenmill.local.tracker import RunTracker
@@ -25,6 +26,27 @@ CLOSED: Final = {"cancelled": "was cancelled", "expired": "has expired"}
 def execute(plan: RunPlan, *, as_json: bool) -> None:
     """Run the job and print its outcome. Raises what `run_job` raises, and `Interrupted`."""
     _report(_run(plan), plan, as_json=as_json)
+
+
+def execute_cascade(plan: CascadePlan, *, as_json: bool) -> None:
+    """Run a cascade and print its outcome. Raises as `execute`."""
+    from tokenmill.local.cascade import FOLDER, MERGED, run_cascade
+    from tokenmill.local.summary import show_cascade
+
+    def run(step: RunPlan) -> Manifest | None:
+        output.say(f"{step.output}: {', '.join(model.name for model in step.models)} answers")
+        return _run(step).manifest
+
+    end = run_cascade(plan, run)
+    if end.stopped_at is not None:
+        step, manifest = end.stopped_at
+        if manifest is None:
+            raise Interrupted(f"interrupted in {step.output}; the same command goes on from there")
+        raise UserError(f"{step.output}: this step {manifest.status.value}, so the cascade ends there")
+    assert end.outcome is not None, "a cascade that didn't stop has an outcome"
+    if as_json:
+        output.print_json({"output": str(plan.first.output), **end.outcome.model_dump(mode="json")})
+    show_cascade(end.outcome, plan.first.output / FOLDER / MERGED)
 
 
 def _run(plan: RunPlan) -> JobRun:

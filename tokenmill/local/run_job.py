@@ -70,7 +70,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
     Raises what submitting, planning, loading and working raise; committed results stay.
     """
     tracker.phase("checking the model")
-    only_name = plan.models[0].name if len(plan.models) == 1 else None
+    only_name = plan.settings.model or (plan.models[0].name if len(plan.models) == 1 else None)
     open_source(open_input(plan.inputs).files(), plan.inputs.format, plan.settings.limits, only_name)
     pins = tuple(_checked_pin(plan, model) for model in plan.models)
     order = JobOrder(

@@ -10,6 +10,7 @@ from rich.table import Table
 from tokenmill.output import count, duration, stderr
 
 if TYPE_CHECKING:
+    from schemas.jobs.cascade_outcome import CascadeOutcome
     from schemas.jobs.outcome import Counts, Manifest
 
 
@@ -54,6 +55,28 @@ def _per_million(manifest: Manifest) -> list[tuple[str, float]]:
     several = len(manifest.spending) > 1
     found = [(f", {one.model}" if several else "", one.cost_per_million_tokens) for one in manifest.spending]
     return [(model, value) for model, value in found if value is not None]
+
+
+def show_cascade(outcome: CascadeOutcome, merged: Path) -> None:
+    """Print a cascade's outcome on stderr."""
+    grid = Table(box=None, pad_edge=False)
+    for name in ("model", "rows", "final", "busy time", "cost"):
+        grid.add_column(name, justify="left" if name == "model" else "right")
+    for step in outcome.steps:
+        cost = "" if step.cost is None else f"{step.cost:.4f}"
+        grid.add_row(step.model, count(step.rows), count(step.accepted), duration(step.busy_seconds), cost)
+        for reason, number in step.rejected.items():
+            grid.add_row(f"  not final: {reason}", count(number))
+    console = stderr()
+    console.print(grid)
+    if outcome.sampled_rows:
+        least = "none" if outcome.min_mean_logprob is None else f"{outcome.min_mean_logprob:.4f}"
+        console.print(f"min_mean_logprob {least}, chosen on {count(outcome.sampled_rows)} rows", markup=False)
+    if outcome.saved_busy_seconds is not None:
+        alone = outcome.busy_seconds + outcome.saved_busy_seconds
+        times = f"{duration(outcome.busy_seconds)}, against an estimated {duration(alone)}"
+        console.print(f"busy time {times} of {outcome.steps[-1].model} alone", markup=False)
+    console.print(f"{merged}: {count(outcome.steps[0].rows)} rows", markup=False)
 
 
 def last_line(counts: Counts, output: Path | str) -> str:

@@ -20,7 +20,7 @@ from tests.schemas.golden_samples import EVENTS, LANE, RECORDS, REQUEST, SUMMARY
 SAMPLES: dict[str, StoredModel] = RECORDS | {"part-summary": SUMMARY}
 REPORTS = {
     "manifest", "progress", "attempt", "end", "run", "heartbeat", "canary-failure", "release-drift", "shadow-head",
-    "part-summary", "figures", "scaling", "unreadable", "planning-failure",
+    "part-summary", "figures", "scaling", "unreadable", "planning-failure", "cascade",
 }  # fmt: skip
 ORDERS_WITHIN = {
     "manifest": {"counts", "models"},
@@ -30,7 +30,19 @@ ORDERS_WITHIN = {
 }
 """Parts of a report that are read as strictly as a job: the weights, and sums that must hold."""
 
-OPEN = {"metadata", "engine", "versions", "accounted", "worked", "tiers", "speeds", "pools", "policies", "texts"}
+OPEN = {
+    "metadata",
+    "engine",
+    "versions",
+    "accounted",
+    "worked",
+    "tiers",
+    "speeds",
+    "pools",
+    "policies",
+    "texts",
+    "rejected",
+}
 """Whose keys are data."""
 
 

@@ -11,8 +11,8 @@ import pytest
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.models.catalog import Catalog
 from schemas.models import CatalogEntry
-from schemas.virtual_models import MAX_FILE_BYTES
 from tests.pipeline.made_jobs import PIN
+from tokenmill.config.rule_files import MAX_BYTES
 
 RULES = """
 name = "auto"
@@ -66,7 +66,7 @@ def test_rules_are_stored_shown_and_removed(root: Path, tmp_path: Path, tokenmil
         (RULES.replace("min = 2000", "minimum = 2"), "rules.0.when.prompt_tokens.minimum: Extra inputs"),
         ('name = "auto"\nrules = []', "rules: Tuple should have at least 1 item"),
         ("name = ", "is not TOML"),
-        ("#" * (MAX_FILE_BYTES + 1), "bytes; write fewer rules"),
+        ("#" * (MAX_BYTES + 1), "bytes; make it shorter"),
     ],
 )
 def test_a_file_with_a_mistake_is_refused_with_its_place(

@@ -17,7 +17,7 @@ from tests.pipeline.observability.scrapes import scrape
 from tests.tokenmill.command_processes import Processes, as_jsonl, ended
 from tests.waiting import HANG_SECONDS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 RULES = """
 name = "auto"

@@ -1,0 +1,94 @@
+"""The checks of a cascade's answers: a JSON schema, a pattern, a length, an end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from tokenmill.config.rule_files import read_document
+from tokenmill.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.jobs.cascade import Check
+    from schemas.jobs.cascade import Acceptance
+
+
+def read_acceptance(path: Path | None, agreement: float | None, sample_rows: int | None) -> Acceptance:
+    """The checks in a file. `agreement`, `sample_rows`: given on the command line. Raises `UserError`."""
+    from pydantic import ValidationError
+
+    from schemas.jobs.cascade import Acceptance
+
+    given = {
+        name: value for name, value in (("agreement", agreement), ("sample_rows", sample_rows)) if value is not None
+    }
+    if path is None:
+        try:
+            return Acceptance.model_validate(given)
+        except ValidationError as error:
+            reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+            raise UserError(f"--accept or --agreement: {reason}") from None
+    accept = read_document(path, Acceptance, given)
+    make_check(accept)
+    return accept
+
+
+def make_check(accept: Acceptance) -> Check:
+    """The checks as a function. Raises `UserError` for a schema or a pattern that can't be used."""
+    checks: list[tuple[str, Callable[[str, str | None], bool]]] = []
+    if accept.finish_reasons is not None:
+        ends = accept.finish_reasons
+        checks.append(("finish_reasons", lambda _, end: end in ends))
+    least, most = accept.min_chars, accept.max_chars
+    if least is not None:
+        checks.append(("min_chars", lambda text, _: len(text) >= least))
+    if most is not None:
+        checks.append(("max_chars", lambda text, _: len(text) <= most))
+    if accept.pattern is not None:
+        matches = _matcher(accept.pattern)
+        checks.append(("pattern", lambda text, _: matches(text)))
+    if accept.json_schema is not None:
+        is_valid = _validator(accept.json_schema)
+        checks.append(("json_schema", lambda text, _: is_valid(text)))
+
+    def check(text: str, finish_reason: str | None) -> str | None:
+        return next((name for name, holds in checks if not holds(text, finish_reason)), None)
+
+    return check
+
+
+def _matcher(pattern: str) -> Callable[[str], bool]:
+    """A search in time linear in the text."""
+    import re2
+
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        compiled = re2.compile(pattern, options)
+    except re2.error as error:
+        raise UserError(f"pattern {pattern!r}: can't be used: {error}") from error
+    return lambda text: compiled.search(text) is not None
+
+
+def _validator(schema: dict[str, Any]) -> Callable[[str], bool]:
+    """Whether a text is JSON of the schema. Nothing is fetched, and patterns take linear time."""
+    import jsonschema_rs
+    import orjson
+
+    def refuse(uri: str) -> NoReturn:
+        raise ValueError(f"{uri} is not in the schema itself")
+
+    try:
+        validator = jsonschema_rs.validator_for(schema, retriever=refuse, pattern_options=jsonschema_rs.RegexOptions())
+    except (jsonschema_rs.ValidationError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"json_schema: can't be used: {reason}") from error
+
+    def is_valid(text: str) -> bool:
+        try:
+            return bool(validator.is_valid(orjson.loads(text)))
+        except orjson.JSONDecodeError:
+            return False
+
+    return is_valid
