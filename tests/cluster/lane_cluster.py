@@ -27,7 +27,7 @@ START_SECONDS = 60.0
 
 @dataclass
 class LaneCluster:
-    """Processes by name: "gateway-…" and "worker-…".
+    """Processes by name: "gateway-…", "worker-…" and "dispatcher".
 
     Attributes:
         worker: the program of workers, with its options.  variables: settings of all processes.
@@ -51,6 +51,8 @@ class LaneCluster:
             if name.startswith("gateway"):
                 port = self._ports.setdefault(name, free_port())
                 program = ("-m", "tokenmill", "gateway", "--port", str(port))
+            elif name == "dispatcher":
+                program = ("-m", "tokenmill", "dispatcher")
             with self._log_of(name).open("ab") as log:
                 self.processes[name] = subprocess.Popen(
                     [sys.executable, *program], stdout=log, stderr=log, env={**os.environ, **self.variables}
@@ -82,7 +84,7 @@ class LaneCluster:
 
     def _count_starts(self, name: str) -> int:
         """How often a process of this name has logged that it is up."""
-        return len(re.findall(r"^(?:serving|working for) ", self.log(name), re.MULTILINE))
+        return len(re.findall(r"^(?:serving|working for|dispatching for) ", self.log(name), re.MULTILINE))
 
     def _is_up(self, name: str, starts_before: int) -> bool:
         if self.processes[name].poll() is not None:

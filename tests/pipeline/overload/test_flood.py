@@ -6,7 +6,7 @@ import pytest
 
 from schemas.jobs.job import Tier
 from schemas.settings.overload import OverloadOptions
-from tests.pipeline.overload.flood import MODEL, NAME, Pool, Sent, admitted, share_in_time
+from tests.pipeline.overload.flood import MODEL, NAME, SLOT_SECONDS, Pool, Sent, admitted, share_in_time
 
 SHED = OverloadOptions(shed=True)
 FLOOD_SECONDS = 30.0
@@ -67,6 +67,20 @@ def test_retry_after_is_the_time_until_a_request_is_admitted(backlog: int, tier:
     while pool.send(pool.gateways[0], tier).refused is not None:
         pool.run(0.02)
     assert pool.clock.monotonic() - began == pytest.approx(refused, rel=0.25, abs=0.1)
+
+
+def test_rows_that_other_gateways_requests_hold_count_before_the_next_report() -> None:
+    # Given an idle pool by its last reports, whose rows another gateway's requests have taken since,
+    pool = Pool(SHED)
+    pool.run(10, pool.capacity / 2)
+    pool.run(3)
+    for _ in range(36):
+        pool.send(None)
+    pool.run(0.5)
+    # then 20 of them wait for full batches, and not for idle ones.
+    refused = pool.send(pool.gateways[0]).refused
+    assert refused is not None
+    assert refused == pytest.approx(21 * SLOT_SECONDS / 16 - 0.75, rel=0.25)
 
 
 def test_a_flood_is_refused_before_the_next_report() -> None:
