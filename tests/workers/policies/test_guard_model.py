@@ -11,7 +11,7 @@ import pytest
 
 from schemas.requests.errors import RowError, RowErrorCode
 from tests.workers.policies.scripted_guard import DIGEST, ScriptedGuard, serving_guard
-from workers.policies.guard_file import GuardFileError
+from workers.policies.guard_file import GuardFileError, read_guard_file
 from workers.policies.guard_http import FAILURES_UNTIL_DOWN, RETRY_SECONDS, CircuitBreaker
 from workers.policies.guard_model import GuardModel
 from workers.policies.loader import load_policies
@@ -319,3 +319,13 @@ def test_given_a_guard_that_fails_closed_then_the_row_fails_and_counts(tmp_path:
     counts = policies.counts.read()["guard"]
     assert (counts.texts, counts.failures) == ({"flag": 1}, 1)
     assert (counts.prompt_tokens, counts.completion_tokens) == (len("Is this safe? the moon"), 2)
+
+
+def test_given_the_example_in_the_docs_then_it_can_be_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/content-policy.md").read_text(encoding="utf-8")
+    example = next(block for block in page.split("```toml\n") if block.startswith("url = "))
+    path = tmp_path / "guard.toml"
+    path.write_text(example.split("```")[0].replace("\n# ", "\n"), encoding="utf-8")  # with the optional fields
+    file, _ = read_guard_file(path)
+    assert (file.api_key_env, file.constrain, file.cached_texts) == ("GUARD_KEY", False, 10_000)
+    assert [(label.action, label.threshold) for label in file.label] == [("pass", 0.0), ("refuse", 0.8)]
