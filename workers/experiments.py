@@ -80,6 +80,7 @@ class ExperimentSideWork:
         self._pending: deque[tuple[Experiment, SliceReport]] = deque(maxlen=MAX_PENDING)
         # The thread's.
         self._last: ExperimentState | None = None
+        self._has_listed = False
         self._logged_error: str | None = None
         # The loop's.
         self._slice: Slice | None = None
@@ -132,9 +133,11 @@ class ExperimentSideWork:
             logger.exception("experiments can't be followed")
 
     def _find_last(self) -> ExperimentState | None:
-        """The last experiment; once one is known, without a listing."""
-        last = self._last or self._registry.last()
-        while last is not None and (found := self._registry.find(last.experiment.number + 1)) is not None:
+        """The last experiment. After the first call there is no listing, which costs as much as a dozen reads."""
+        if not self._has_listed:
+            self._last, self._has_listed = self._registry.last(), True
+        last = self._last
+        while (found := self._registry.find(1 if last is None else last.experiment.number + 1)) is not None:
             last = found
         if last is not None and last.outcome is None:
             last = replace(last, outcome=self._registry.outcome(last.experiment.number))

@@ -3,6 +3,7 @@ steps take simulated time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +48,11 @@ class UnavailableStore(MemoryStore):
     """A store that can be away."""
 
     is_away = False
+    listings = 0
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        self.listings += 1
+        return super().folders(prefix)
 
     def create(self, key: str, data: Any) -> bool:
         if self.is_away:
@@ -177,6 +183,15 @@ def test_the_next_experiment_is_found() -> None:
     harness.run(31)
     assert [report.slice for report in harness.reports(second)] == [0]
     assert harness.reports(first) == []
+
+
+def test_the_store_is_listed_once() -> None:
+    harness, experiment = ExperimentHarness(), make_experiment()
+    harness.run(5)
+    harness.registry.begin(experiment)
+    harness.run(6)
+    assert {weights for _, weights in harness.weights} > {OWN_TERMS}, "the first experiment is found"
+    assert harness.store.listings == 1
 
 
 def test_while_the_store_is_away_arms_go_on_and_reports_wait() -> None:
