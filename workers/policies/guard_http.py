@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 import httpx2
@@ -97,12 +98,10 @@ class GuardServer:
         if not self._slots.acquire(timeout=timeout_seconds):
             raise GuardTimeout("too many texts waited for the guard")
         try:
-            status, data = self._send(method, path, body, deadline)
+            status, data = self._send_in_time(method, path, body, deadline)
         except GuardFailed:
             self._breaker.record(False)
             raise
-        finally:
-            self._slots.release()
         self._breaker.record(status < 500 and status != 429)
         if status >= 500 or status == 429:
             raise GuardUnavailable(f"the guard's server answered with status {status}")
@@ -115,6 +114,28 @@ class GuardServer:
         if not isinstance(answer, dict):
             raise GuardAnswerInvalid("the guard's answer is no JSON object")
         return answer
+
+    def _send_in_time(self, method: str, path: str, body: dict[str, Any] | None, deadline: float) -> tuple[int, bytes]:
+        """As `_send`, on a thread of its own: the client's time-out is of each socket operation alone, and a server may
+        send a header for ever. Such a thread keeps its slot."""
+        answer: SimpleQueue[tuple[int, bytes] | Exception] = SimpleQueue()
+
+        def send() -> None:
+            try:
+                answer.put(self._send(method, path, body, deadline))
+            except Exception as error:  # noqa: BLE001 - raised by the waiting thread
+                answer.put(error)
+            finally:
+                self._slots.release()
+
+        threading.Thread(target=send, name="guard", daemon=True).start()
+        try:
+            found = answer.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            raise GuardTimeout("the guard did not answer in time") from None
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, deadline: float) -> tuple[int, bytes]:
         """Status and body of the response; sends again where the connection was closed while it was idle."""

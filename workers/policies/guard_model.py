@@ -176,16 +176,23 @@ def load(argument: str | None) -> GuardModel:
 
 
 def _label_of(answer: str, labels: Collection[str]) -> str | None:
-    """The label that the answer is, or else the longest one that it begins with: a guard may add its reasons."""
+    """The label that the answer is, or else the longest one that it begins with as a word: a guard may add its
+    reasons."""
     text = answer.strip()
-    return max((label for label in labels if text.startswith(label)), key=len, default=None)
+    found = (label for label in labels if text.startswith(label) and not _continues_word(text, len(label)))
+    return max(found, key=len, default=None)
+
+
+def _continues_word(text: str, at: int) -> bool:
+    """Whether the word before this index goes on there: "Nothing" doesn't begin with the label "No"."""
+    return text[at : at + 1].isalnum() and text[at - 1 : at].isalnum()
 
 
 def _classified(answer: Mapping[str, Any]) -> _Labelled:
     """The label of a response of /v1/classify."""
     (found,) = answer["data"]
     usage = answer.get("usage") or {}
-    return _Labelled(str(found["label"]), max(map(float, found["probs"])), _count(usage, "prompt_tokens"), 0)
+    return _Labelled(_text(found["label"]), max(map(float, found["probs"])), _count(usage, "prompt_tokens"), 0)
 
 
 def _chatted(answer: Mapping[str, Any]) -> _Labelled:
@@ -196,7 +203,14 @@ def _chatted(answer: Mapping[str, Any]) -> _Labelled:
     if logprobs is not None:
         probability = math.exp(min(0.0, sum(float(token["logprob"]) for token in logprobs["content"])))
     used = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
-    return _Labelled(str(choice["message"]["content"]), probability, *used)
+    return _Labelled(_text(choice["message"]["content"]), probability, *used)
+
+
+def _text(value: Any) -> str:
+    """A string of the answer. Raises TypeError for null, which a server may send for an answer that it withholds."""
+    if not isinstance(value, str):
+        raise TypeError("the answer holds no text")
+    return value
 
 
 def _count(usage: Mapping[str, Any], name: str) -> int:

@@ -26,7 +26,8 @@ class ScriptedGuard:
         status: of all responses to questions.
         models: the list of models.
         raw: the body of all responses to questions; None: an answer by the labels.
-        hang: while it is set, questions get no answer.  drips: they get a byte now and then.
+        hang: while it is set, questions get no answer.  drips: their "headers" or "body" come a byte now and
+            then, and never end.
         asked: bodies of questions.  most: questions at a time.
     """
 
@@ -37,7 +38,7 @@ class ScriptedGuard:
     models: Any = field(default_factory=lambda: [{"id": "guard", "created": 1, "tokenmill": {"digest": DIGEST}}])
     raw: bytes | None = None
     hang: bool = False
-    drips: bool = False
+    drips: str = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
     most: int = 0
     together: int = 1
@@ -94,9 +95,13 @@ def serving_guard(guard: ScriptedGuard | None = None, port: int = 0) -> Iterator
         def _send(self, status: int, data: bytes) -> None:
             with suppress(OSError):  # the client didn't wait
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(data) + 1_000 * guard.drips))
-                self.end_headers()
-                self.wfile.write(data)
+                if guard.drips == "headers":
+                    self.flush_headers()
+                    self.wfile.write(b"X-Drip: ")
+                else:
+                    self.send_header("Content-Length", str(len(data) + 1_000 * bool(guard.drips)))
+                    self.end_headers()
+                    self.wfile.write(data)
                 while guard.drips and not guard.released.wait(0.02):
                     self.wfile.write(b" ")
                     self.wfile.flush()

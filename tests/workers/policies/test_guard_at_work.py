@@ -89,7 +89,7 @@ def test_given_a_stopped_guard_then_rows_end_as_the_file_says(
 def test_given_a_guard_that_hangs_then_each_request_ends_as_the_file_says(
     model: LoadedModel, load: Load, server: ScriptedGuard, kit: Any, how: str, side: str
 ) -> None:
-    policies = load(apply=side, on_failure=how, timeout_seconds=0.2, labels=ANSWERS)
+    policies = load(apply=side, on_failure=how, timeout_seconds=2.0, labels=ANSWERS)
     server.hang = True
     with serving_worker(kit, model, policies) as send, ThreadPoolExecutor(6) as pool:
         ends = [events[-1] for events in pool.map(lambda number: send(kit.chat(f"r{number}", max_tokens=2)), range(6))]

@@ -13,7 +13,7 @@ from schemas.requests.errors import RowError, RowErrorCode
 from tests.workers.policies.scripted_guard import DIGEST, ScriptedGuard, serving_guard
 from workers.policies.guard_file import GuardFileError, read_guard_file
 from workers.policies.guard_http import FAILURES_UNTIL_DOWN, RETRY_SECONDS, CircuitBreaker
-from workers.policies.guard_model import GuardModel
+from workers.policies.guard_model import GuardModel, _label_of
 from workers.policies.loader import load_policies
 from workers.policies.policy import ALLOWED, Answer, JudgedText, PolicyVerdict, Prompt
 
@@ -155,6 +155,29 @@ def test_given_a_side_then_only_its_texts_are_judged(make: Make, server: Scripte
     assert len(server.asked) == 1
 
 
+def limit_time(policy: GuardModel, seconds: float) -> None:
+    """Limit the time of each text, but not that of the policy's start, which a busy machine may need."""
+    policy._file = policy._file.model_copy(update={"timeout_seconds": seconds})
+
+
+@pytest.mark.parametrize(
+    ("answer", "label"),
+    [
+        ("Nothing here is fine", None), ("None", None), ("No", "No"), ("No: it is fine", "No"), ("Yes.", "Yes"),
+        ("Yes-man", "Yes"), (" No\n", "No"), ("", None), ("Nope", "Nope"),
+    ],
+)  # fmt: skip
+def test_an_answer_begins_with_a_label_as_a_word(answer: str, label: str | None) -> None:
+    assert _label_of(answer, ["Yes", "No", "Nope"]) == label
+
+
+def test_an_answer_without_text_is_no_label(make: Make, server: ScriptedGuard) -> None:
+    labels = '[[label]]\nname = "No"\n[[label]]\nname = "Yes"\naction = "refuse"\n'
+    policy = make(labels=labels)
+    server.raw = b'{"choices": [{"message": {"content": null}}]}'
+    assert fail(policy) == "GuardAnswerInvalid"
+
+
 def fail(policy: GuardModel, text: str = "hello") -> str:
     """The failure of a policy that fails closed."""
     with pytest.raises(Exception, match="guard") as failed:
@@ -166,7 +189,8 @@ def fail(policy: GuardModel, text: str = "hello") -> str:
     ("script", "kind"),
     [
         ({"hang": True}, "GuardTimeout"),
-        ({"drips": True}, "GuardTimeout"),
+        ({"drips": "body"}, "GuardTimeout"),
+        ({"drips": "headers"}, "GuardTimeout"),
         ({"status": 503}, "GuardUnavailable"),
         ({"status": 429}, "GuardUnavailable"),
         ({"status": 400}, "GuardRejected"),
@@ -180,7 +204,10 @@ def fail(policy: GuardModel, text: str = "hello") -> str:
 def test_given_a_server_that_fails_then_the_text_passes_with_a_flag_or_fails_as_the_file_says(
     make: Make, server: ScriptedGuard, script: dict[str, Any], kind: str
 ) -> None:
-    policies = {how: make(on_failure=how, timeout_seconds=0.2) for how in ("open", "closed")}
+    policies = {how: make(on_failure=how) for how in ("open", "closed")}
+    if kind == "GuardTimeout":
+        for policy in policies.values():
+            limit_time(policy, 0.2)
     for name, value in script.items():
         setattr(server, name, value)
     assert before(policies["open"], "hello") == PolicyVerdict("flag", f"not judged ({kind})", failed=True)
@@ -202,7 +229,8 @@ def test_given_a_stopped_server_then_all_texts_fail_at_once_and_pass_again_when_
 
 
 def test_given_a_server_that_hangs_then_it_is_left_alone_after_a_few_texts(make: Make, server: ScriptedGuard) -> None:
-    policy = make(timeout_seconds=0.1, concurrency=2)
+    policy = make(concurrency=2)
+    limit_time(policy, 0.1)
     server.hang = True
     kinds = [fail(policy) for _ in range(FAILURES_UNTIL_DOWN + 20)]
     assert kinds[:FAILURES_UNTIL_DOWN] == ["GuardTimeout"] * FAILURES_UNTIL_DOWN
