@@ -46,14 +46,18 @@ from schemas.jobs.progress import Progress
 from schemas.jobs.results import ResultRow, RowStatus, results_table
 from schemas.models import CatalogEntry, ModelPin
 from schemas.releases import (
+    AnswerSample,
     Bounds,
     CanaryAnswer,
     CanaryFailure,
     CanaryRecord,
+    CanaryStage,
     LogprobDrift,
     Release,
     ReleaseComparison,
     ReleaseOutcome,
+    RequestSample,
+    RequestSamples,
     ShadowHead,
 )
 from schemas.requests.errors import RowError, RowErrorCode
@@ -197,6 +201,16 @@ RECORDS: dict[str, StoredModel] = {
                               latency=BOUNDS, drift=DRIFT),
     ),
     "release-drift": DRIFT,
+    "release-canary": CanaryStage(release="n/00001", reasons=("r",), at=NOON),
+    "release-requests": RequestSamples(
+        release="n/00001", traffic="mirror", at=NOON, dropped=1,
+        samples=(
+            RequestSample(
+                stable=AnswerSample(ttft_seconds=0.5, itl_seconds=0.25, tokens=9), candidate=AnswerSample(failed=True),
+                agreement=0.5, lost=True,
+            ),
+        ),
+    ),
     "shadow-head": ShadowHead(release="n/00001", job="job-1", shard=1, worker="w", finished_at=NOON),
     "figures": WorkerMetrics(
         model="tiny", seconds=9.0, tiers={Tier.BULK: TierMetrics(running=1, usage=USAGE, ttft=TIMES)}, computed=9,
