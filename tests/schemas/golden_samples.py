@@ -34,6 +34,14 @@ from pipeline.ledger.records import (
     UnreadableRecord,
 )
 from pipeline.results.part_files import FOOTER_KEY
+from schemas.experiments import (
+    ArmWeights,
+    Experiment,
+    ExperimentArm,
+    ExperimentOutcome,
+    SliceCounts,
+    SliceReport,
+)
 from schemas.jobs.arrow_schemas import SHARD_FIELDS, result_schema, shard_schema
 from schemas.jobs.cascade_outcome import CascadeOutcome, CascadeStep
 from schemas.jobs.checkpoints import CheckpointHead, FinishedRows, LoggedChoice, LoggedLogprobs, decode, encode
@@ -202,6 +210,34 @@ RECORDS: dict[str, StoredModel] = {
     ),
     "release-drift": DRIFT,
     "release-canary": CanaryStage(release="n/00001", reasons=("r",), at=NOON),
+    "experiment": Experiment(
+        number=1,
+        name="weights",
+        arms=(
+            ExperimentArm(name="control", weights=ArmWeights()),
+            ExperimentArm(name="less", weights=ArmWeights(ttft=1.0, itl=0.5, utilisation=0.4, drops=2.0)),
+        ),
+        assignment="worker",
+        slice_seconds=60.0,
+        carry_over=0.1,
+        objective=ArmWeights(ttft=2.0),
+        alpha=0.1,
+        min_blocks=4,
+        max_blocks=8,
+        model="tiny",
+        started_at=NOON,
+    ),
+    "experiment-outcome": ExperimentOutcome(by="comparison", reasons=("less is better",), at=NOON),
+    "experiment-slice": SliceReport(
+        slice=3,
+        arm="less",
+        worker="w",
+        model="tiny",
+        counts=SliceCounts(
+            first_tokens=9, late_first_tokens=1, later_tokens=90, late_tokens=2, steps=50, throttled_steps=5, drops=1,
+            tokens=400, seconds=54.0,
+        ),
+    ),
     "release-requests": RequestSamples(
         release="n/00001", traffic="mirror", at=NOON, dropped=1,
         samples=(
