@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -28,14 +27,11 @@ from tokenmill.settings import read_settings
 Market = Literal["on-demand", "spot"]
 
 if TYPE_CHECKING:
-    from pipeline.planner import InputEstimate, ShardSample
-    from schemas.jobs.inputs import InputRef
-    from schemas.jobs.job import Job, JobSettings
-    from schemas.models import ModelPin
+    from pipeline.planner import InputEstimate
     from tokenmill.bench_results import MeasuredSpeed
     from tokenmill.config.engine_options import EngineOptions
+    from tokenmill.local.estimate import JobDryRuns
     from tokenmill.local.hardware_bounds import HardwareBound
-    from workers.shards.dry_run import DryRunResult
 
 DEVICES = ("b200", "h200", "h100", "a100", "l40s", "a10g", "l4", "t4")
 """The names in `pipeline.planner.estimates.capacity.HARDWARE`, whose import would slow down --help."""
@@ -130,18 +126,13 @@ def estimate(
     has. With --hardware it also says what fits there: bytes of weights and KV cache on each device, and how many
     requests.
     """
-    from engine.engine import resolve_device, resolve_dtype, resolve_model_dtype
-    from engine.models.load import describe_shape
-    from schemas.models import ModelPin
-    from tokenmill import bench_results
     from tokenmill.config import job_options
-    from tokenmill.config.engine_choice import choose_engine
     from tokenmill.config.engine_options import engine_options
     from tokenmill.local.dry_run import bytes_per_parameter
+    from tokenmill.local.estimate import JobDryRuns
     from tokenmill.local.hardware_bounds import ReplicaGroup, lower_bounds
     from tokenmill.local.pricing import EstimatePrices
-    from workers.model.generation_config import sampling_defaults
-    from workers.model.loaded_model import dtype_name, model_digest, model_path
+    from workers.model.loaded_model import model_digest
 
     if not hardware and (tensor_parallel, replicas, context) != (1, 1, None):
         raise typer.BadParameter("--tensor-parallel, --replicas and --context are those of --hardware; give it too")
@@ -157,27 +148,16 @@ def estimate(
     )
     inputs = job_options.read_input(input_)
     chosen = job_options.choose_model(job_options.only_model(model), settings.model_cache)
-    path = model_path(chosen.source.path)
     options = engine_options(
         settings, dtype=dtype, threads=threads, quantize=quantize, kv_dtype=kv_dtype, speculate="off", engine=engine,
         engine_option=engine_option,
     )  # fmt: skip
-    computing = choose_engine(path, options.engine, options.vllm_python).engine
-    device = resolve_device("auto")
-    computed = resolve_dtype(dtype, device) if computing == "vllm" else resolve_model_dtype(path, dtype, device)
-    spec, _ = describe_shape(path, dtype=computed)
-    pin = ModelPin(
-        name=chosen.name, source=str(path), dtype=dtype_name(spec.dtype), quantization=quantize, kv_dtype=kv_dtype,
-        sampling_defaults=sampling_defaults(path) if options.generation_config == "auto" else None,
-    )  # fmt: skip
-    dry_runs = _DryRuns.of(inputs, pin, wanted, path, exact=exact)
-    speed = bench_results.find_result(
-        settings.model_cache, model=model_digest(path), dtype=pin.dtype, threads=threads, quantization=quantize,
-        kv_dtype=kv_dtype, engine=computing, engine_options=bench_results.options_key(options.vllm),
-    )  # fmt: skip
+    dry_runs = JobDryRuns.of(inputs, chosen, wanted, options, exact=exact)
+    path, spec = dry_runs.path, dry_runs.spec
+    speed = dry_runs.speed_here(settings.model_cache)
     prices = EstimatePrices(settings, price_per_hour, instance, region, market)
     num_workers = min(workers, max(1, dry_runs.planned.shards))
-    amount = dry_runs.amount(options)
+    amount = dry_runs.amount()
     times = []
     if speed is not None:
         times.append(_as_measured(dry_runs, options, speed, "this machine", prices.here(), num_workers))
@@ -212,73 +192,6 @@ def estimate(
         output.say("no time for this machine yet: 'tokenmill bench --model MODEL' measures it")
 
 
-@dataclass(slots=True)
-class _DryRuns:
-    """Dry runs of a job, which is read and validated as in planning.
-
-    Attributes:
-        planned: the estimate of planning.
-    """
-
-    planned: InputEstimate
-    _job: Job
-    _path: Path
-    _sample: ShardSample
-    _encoder: bool
-    _made: dict[tuple[Any, ...], tuple[DryRunResult, float]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, inputs: InputRef, pin: ModelPin, wanted: JobSettings, path: Path, *, exact: bool) -> _DryRuns:
-        """Plan the job in a temporary folder."""
-        from engine.models.load import describe_shape
-        from pipeline.adapters.folder.store import FolderStore
-        from pipeline.adapters.system_clock import SystemClock, SystemRandomness
-        from pipeline.planner import ShardSample, measure, open_source
-        from pipeline.ports import World
-        from schemas.jobs.job import Job
-        from tokenmill.config.inputs import open_input
-        from tokenmill.config.job_options import template_tokens, token_counter
-
-        clock, sample = SystemClock(), ShardSample()
-        spec, encoder = describe_shape(path)
-        job = Job(id="estimate", input=inputs, models=(pin,), settings=wanted, created_at=clock.now())
-        with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder, FolderStore(Path(folder)) as store:
-            world = World(store, clock, SystemRandomness(), Path(folder))
-            source = open_source(open_input(inputs).files(), inputs.format, wanted.limits, pin.name)
-            planned = measure(
-                source, job, world, counter=token_counter(path), exact=exact, template=template_tokens(path),
-                sample=sample, max_model_len=None if encoder else spec.max_position,
-            )  # fmt: skip
-        return cls(planned, job, path, sample, encoder)
-
-    def amount(self, options: EngineOptions) -> InputEstimate:
-        """The estimate of planning, with the tokens of one worker's tokenizer and prefix cache."""
-        if self._encoder or not self.planned.unique:
-            return self.planned
-        made, _ = self.of_worker(options, workers=1)
-        planned = self.planned
-        prompts = planned.prompt_tokens
-        if self._sample.whole:
-            prompts = made.prompt_tokens
-        elif not planned.exact:
-            prompts = round(prompts * made.prompt_tokens / max(1, self._sample.sampled_prompt_tokens))
-        shared = round(prompts * made.cached_tokens / max(1, made.prompt_tokens))
-        exact = planned.exact or self._sample.whole
-        return replace(planned, prompt_tokens=prompts, shared_prefix_tokens=shared, exact=exact)
-
-    def of_worker(self, options: EngineOptions, workers: int) -> tuple[DryRunResult, float]:
-        """The dry run of one of these workers on its part of the job, or of the sample; and the factor from that to
-        its whole part."""
-        from tokenmill.local.dry_run import dry_run, engine_config
-
-        key = workers, options.kv_cache_bytes, options.max_num_seqs, options.max_num_batched_tokens
-        if key not in self._made:
-            tables, whole = self._sample.shards(workers)
-            config = engine_config(self.planned, options, alone=workers == 1)
-            self._made[key] = dry_run(self._job, tables, self._path, config), whole
-        return self._made[key]
-
-
 def _measured_there(file: Path, digest: str) -> MeasuredSpeed:
     from tokenmill import bench_results
     from tokenmill.errors import UserError
@@ -293,13 +206,10 @@ def _measured_there(file: Path, digest: str) -> MeasuredSpeed:
 
 
 def _as_measured(
-    dry_runs: _DryRuns, options: EngineOptions, speed: MeasuredSpeed, on: str, price: float | None, workers: int
+    dry_runs: JobDryRuns, options: EngineOptions, speed: MeasuredSpeed, on: str, price: float | None, workers: int
 ) -> dict[str, Any]:
     """Time and cost on a measured machine; each worker computes its part."""
-    from pipeline.planner.estimates.timing import estimate_worker_seconds
-
-    made, whole = dry_runs.of_worker(options, workers)
-    seconds = estimate_worker_seconds(made.steps, made.waiting, made.progress, speed.times, whole)
+    seconds = dry_runs.seconds(options, speed, workers)
     basis = f"measured {speed.measured_at}, {output.arithmetic(speed)}, batch {speed.batch}"
     several = on if workers == 1 else f"{on} x {workers}"
     return _entry(dry_runs.amount(options), several, seconds, price, workers, basis)
