@@ -24,6 +24,10 @@ class InputUnusable(UserError):
     """Raised when an input can't be read, or a folder holds no job."""
 
 
+class InvalidCall(UserError, ValueError):
+    """Raised when a function of the Python interface is called with arguments that it can't take."""
+
+
 class Interrupted(UserError):
     """Raised when the user stopped a run; its committed results stay."""
 

@@ -25,7 +25,7 @@ CLOSED: Final = {"cancelled": "was cancelled", "expired": "has expired"}
 
 def execute(plan: RunPlan, *, as_json: bool) -> None:
     """Run the job and print its outcome. Raises what `run_job` raises, and `Interrupted`."""
-    _report(_run(plan), plan, as_json=as_json)
+    _report(run_with_progress(plan), plan, as_json=as_json)
 
 
 def execute_cascade(plan: CascadePlan, *, as_json: bool) -> None:
@@ -35,7 +35,7 @@ def execute_cascade(plan: CascadePlan, *, as_json: bool) -> None:
 
     def run(step: RunPlan) -> Manifest | None:
         output.say(f"{step.output}: {', '.join(model.name for model in step.models)} answers")
-        return _run(step).manifest
+        return run_with_progress(step).manifest
 
     end = run_cascade(plan, run)
     if end.stopped_at is not None:
@@ -49,8 +49,9 @@ def execute_cascade(plan: CascadePlan, *, as_json: bool) -> None:
     show_cascade(end.outcome, plan.first.output / FOLDER / MERGED)
 
 
-def _run(plan: RunPlan) -> JobRun:
-    """Run with progress on stderr; the first Ctrl-C stops after the current step, the second at once."""
+def run_with_progress(plan: RunPlan) -> JobRun:
+    """Run with progress on stderr; the first Ctrl-C stops after the current step, the second at once. Raises what
+    `run_job` raises, and `UserError` for an invalid input."""
     from pipeline.planner import InvalidInput
     from tokenmill.local.progress import ProgressDisplay
     from tokenmill.local.run_job import run_job
@@ -74,7 +75,10 @@ def _run(plan: RunPlan) -> JobRun:
 def _stopping(stop: threading.Event, tracker: RunTracker) -> Iterator[None]:
     """Handle Ctrl-C and SIGTERM: while the engine computes, the first one stops it after the current step, so that
     finished rows are committed. At any other time, and at the second signal, everything ends at once: that is safe too,
-    but more work is repeated."""
+    but more work is repeated. Only a main thread can handle signals; on others they stay as they are."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         if stop.is_set() or not tracker.is_computing:

@@ -1,0 +1,16 @@
+"""A table in and out, as the test of kills runs it: python table_program.py MODEL FOLDER ROWS OUT.parquet"""
+
+import sys
+from typing import Literal
+
+import polars as pl
+
+import tokenmill as tm
+
+model, folder, rows, out = sys.argv[1:]
+frame = pl.DataFrame({"item": [f"number {n}" for n in range(int(rows))]})
+answered = tm.map(
+    frame, prompt="{{ item }}?", model=f"tiny={model}", output=Literal["yes", "no"], temperature=1.0, seed=7,
+    max_tokens=20, output_dir=folder,
+)  # fmt: skip
+answered.write_parquet(out)

@@ -1,0 +1,143 @@
+"""The forms of answers: what is requested, the column's type, and its values."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Literal
+
+import pyarrow as pa
+import pytest
+from pydantic import BaseModel, Field, field_validator
+
+from tokenmill.errors import InvalidCall
+from tokenmill.frames.answers import answer_form
+
+
+class Part(BaseModel):
+    name: str
+    size: float | None = None
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Verdict(BaseModel):
+    same: bool
+    count: int = Field(alias="n")
+    parts: list[Part]
+    colour: Colour | None
+    kind: Literal["a", "b"]
+    other: int | str
+    free: dict[str, int]
+
+    @field_validator("count")
+    @classmethod
+    def not_negative(cls, value: int) -> int:
+        if value < 0:
+            raise ValueError("is negative")
+        return value
+
+
+class Node(BaseModel):
+    name: str
+    left: Node | None
+    right: Node | None
+
+
+TEXT = (
+    '{"same": true, "n": 3, "parts": [{"name": "a", "size": 1}, {"name": "b"}], "colour": "red", "kind": "a",'
+    ' "other": "x", "free": {"k": 1}}'
+)
+
+
+def test_given_a_model_when_parsed_then_the_column_is_a_struct_by_the_schemas_names() -> None:
+    form = answer_form(Verdict)
+
+    part = pa.struct({"name": pa.string(), "size": pa.float64()})
+    assert form.type == pa.struct({
+        "same": pa.bool_(), "n": pa.int64(), "parts": pa.list_(part), "colour": pa.string(), "kind": pa.string(),
+        "other": pa.string(), "free": pa.string(),
+    })  # fmt: skip
+    assert form.column([form.parse(TEXT), None]).to_pylist() == [
+        {
+            "same": True, "n": 3, "parts": [{"name": "a", "size": 1.0}, {"name": "b", "size": None}], "colour": "red",
+            "kind": "a", "other": '"x"', "free": '{"k":1}',
+        },
+        None,
+    ]  # fmt: skip
+    schema = form.body["response_format"]["json_schema"]["schema"]
+    assert schema["additionalProperties"] is False
+    assert schema["$defs"]["Part"]["additionalProperties"] is False
+    assert schema["properties"]["free"]["additionalProperties"] == {"type": "integer"}
+
+
+def test_given_a_validator_or_a_broken_answer_when_parsed_then_it_says_what_is_wrong() -> None:
+    form = answer_form(Verdict)
+
+    with pytest.raises(ValueError, match="n: Value error, is negative"):
+        form.parse(TEXT.replace('"n": 3', '"n": -3'))
+    with pytest.raises(ValueError, match="Invalid JSON"):
+        form.parse(TEXT[:-5])
+
+
+def test_given_a_recursive_model_when_typed_then_the_recursion_is_json_text() -> None:
+    form = answer_form(Node)
+
+    assert form.type == pa.struct({"name": pa.string(), "left": pa.string(), "right": pa.string()})
+    leaf = '{"name": "b", "left": null, "right": null}'
+    found = form.parse(f'{{"name": "a", "left": {leaf}, "right": null}}')
+    assert found == {"name": "a", "left": leaf.replace(" ", ""), "right": None}
+
+
+@pytest.mark.parametrize(
+    ("output", "kind", "text", "value"),
+    [
+        (str, pa.string(), "any", "any"),
+        (Literal["no", "yes"], pa.dictionary(pa.int32(), pa.string()), "yes", "yes"),
+        (Literal[1, 2, -3], pa.int64(), "-3", -3),
+        (Literal[True, False], pa.bool_(), "false", False),
+        ({"type": "integer"}, pa.int64(), "3.0", 3),
+        ({"type": ["number", "null"]}, pa.float64(), "null", None),
+        ({"enum": ["a", "b"]}, pa.string(), '"a"', "a"),
+        ({"enum": ["a", 1]}, pa.string(), "1", "1"),
+        ({"type": "array", "items": {"type": "boolean"}}, pa.list_(pa.bool_()), "[true]", [True]),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"type": "number"}}}, pa.float64(), "2", 2.0),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/x"}}}, pa.string(), "2", "2"),
+        ({"$ref": "#/nowhere"}, pa.string(), "2", "2"),
+        ({}, pa.string(), '{"a": [1]}', '{"a":[1]}'),
+        ({"type": "object"}, pa.string(), "{}", "{}"),
+    ],
+)
+def test_given_an_output_when_parsed_then_type_and_value_fit(output: Any, kind: Any, text: str, value: Any) -> None:
+    form = answer_form(output)
+
+    assert form.type == kind
+    column = form.column([form.parse(text), None])
+    assert column.type == kind
+    assert column.to_pylist() == [value, None]
+
+
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [
+        ({"type": "integer"}, "9223372036854775808"),
+        ({"type": "integer"}, "1e30"),
+        ({"type": "integer"}, "true"),
+        ({"type": "number"}, '"1"'),
+        ({"type": "string"}, r'"\ud800"'),
+        ({"type": "array", "items": {"type": "string"}}, '{"a": 1}'),
+        ({"type": "object", "properties": {"a": {"type": "string"}}}, "[]"),
+        (Literal["a"], "b"),
+    ],
+)
+def test_given_an_answer_of_another_type_when_parsed_then_only_its_row_fails(output: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=r"is no|JSON|none of"):
+        answer_form(output).parse(text)
+
+
+@pytest.mark.parametrize("output", [int, "str", None, list[str], Literal["a", 1], Literal["", "a"], Colour])
+def test_given_another_output_when_made_then_it_is_refused(output: Any) -> None:
+    with pytest.raises(InvalidCall, match=r"^output: "):
+        answer_form(output)

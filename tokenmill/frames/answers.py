@@ -1,0 +1,224 @@
+"""The form of answers: what a request asks for, and the Arrow type that it becomes.
+
+A JSON schema's objects become structs, its arrays lists, its texts, numbers and truth values those of Arrow. What has
+no one Arrow type (any value, alternatives of several types, objects with free keys, recursion) becomes JSON text.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import orjson
+import pyarrow as pa
+from pydantic import BaseModel, ValidationError
+
+from tokenmill.errors import InvalidCall
+
+MAX_REFERENCES: Final = 32
+"""From a schema to another in a row."""
+
+Output = type[str] | type[BaseModel] | Mapping[str, Any]
+"""The given form; `Literal[...]` too, which has no type of its own."""
+
+_Convert = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """The form of all answers.
+
+    Attributes:
+        body: the request's fields that ask for it.
+        type: of the column.
+        parse: makes a value of the column from an answer's text. Raises `ValueError`.
+        is_text: whether any text is an answer, also one that was cut off.
+    """
+
+    body: Mapping[str, Any]
+    type: pa.DataType
+    parse: Callable[[str], Any]
+    is_text: bool = False
+    categories: tuple[str, ...] = ()
+
+    def column(self, values: Sequence[Any]) -> pa.Array:
+        """The column of parsed values; None is null."""
+        if self.categories:
+            indices = [None if value is None else self.categories.index(value) for value in values]
+            return pa.DictionaryArray.from_arrays(pa.array(indices, pa.int32()), pa.array(self.categories, pa.string()))
+        return pa.array(values, self.type)
+
+
+def answer_form(output: Any) -> AnswerForm:
+    """The form that `output` stands for: `str`, `Literal[...]`, a pydantic model, or a JSON schema. Raises
+    `InvalidCall`."""
+    if output is str:
+        return AnswerForm({}, pa.string(), str, is_text=True)
+    if typing.get_origin(output) is Literal:
+        return _choices(typing.get_args(output))
+    if isinstance(output, type) and issubclass(output, BaseModel):
+        return _of_model(output)
+    if isinstance(output, dict):
+        kind, convert = _typed(output, output)
+        return AnswerForm(_request(output), kind, lambda text: convert(_load(text)))
+    raise InvalidCall("output: must be str, Literal[...], a pydantic model, or a JSON schema as a dict")
+
+
+def _choices(values: tuple[Any, ...]) -> AnswerForm:
+    kinds = {type(value) for value in values}
+    if len(kinds) != 1 or not kinds <= {str, int, bool}:
+        raise InvalidCall("output: the values of Literal must all be texts, all whole numbers, or all truth values")
+    by_text = {str(value).lower() if isinstance(value, bool) else str(value): value for value in values}
+    if "" in by_text:
+        raise InvalidCall("output: Literal has an empty text, which a model can't answer; name it")
+
+    def parse(text: str) -> Any:
+        if text not in by_text:
+            raise ValueError(f"{text[:50]!r} is none of the values of Literal")
+        return by_text[text]
+
+    (kind,) = kinds
+    is_enum = kind is str
+    types: dict[type, pa.DataType] = {str: pa.dictionary(pa.int32(), pa.string()), int: pa.int64(), bool: pa.bool_()}
+    body = {"structured_outputs": {"choice": list(by_text)}}
+    return AnswerForm(body, types[kind], parse, categories=tuple(by_text) if is_enum else ())
+
+
+def _of_model(model: type[BaseModel]) -> AnswerForm:
+    kind, convert = _typed(schema := model.model_json_schema(mode="serialization"), schema)
+
+    def parse(text: str) -> Any:
+        try:
+            value = model.model_validate_json(text)
+        except ValidationError as error:
+            detail = error.errors(include_url=False)[0]
+            path = ".".join(map(str, detail["loc"]))
+            raise ValueError(f"{path}: {detail['msg']}" if path else detail["msg"]) from error
+        return convert(value.model_dump(mode="json", by_alias=True))
+
+    return AnswerForm(_request(model.model_json_schema()), kind, parse)
+
+
+def _request(schema: Mapping[str, Any]) -> dict[str, Any]:
+    name = "answer"
+    return {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": name, "schema": _closed(schema), "strict": True},
+        }
+    }
+
+
+def _closed(schema: Any) -> Any:
+    """The schema whose objects have only their own properties, unless it says otherwise: as OpenAI's strict mode wants
+    it. Else a model may go on and write properties that no column has."""
+    if not isinstance(schema, dict):
+        return schema
+    made = dict(schema)
+    for key in ("properties", "$defs", "definitions"):
+        if isinstance(made.get(key), dict):
+            made[key] = {name: _closed(inner) for name, inner in made[key].items()}
+    for key in ("anyOf", "oneOf", "prefixItems"):
+        if isinstance(made.get(key), list):
+            made[key] = [_closed(inner) for inner in made[key]]
+    if "items" in made:
+        made["items"] = _closed(made["items"])
+    if "properties" in made and not {"additionalProperties", "patternProperties", "allOf"} & made.keys():
+        made["additionalProperties"] = False
+    return made
+
+
+def _load(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+
+
+def _typed(schema: Any, root: Mapping[str, Any], above: frozenset[str] = frozenset()) -> tuple[pa.DataType, _Convert]:
+    """The Arrow type of a schema's values, and how a parsed value becomes one of it. `above`: the references that led
+    here; one that comes again is a recursion."""
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(schema, dict) or not isinstance(pointer := schema.get("$ref"), str):
+            break
+        if pointer in above:
+            return pa.string(), _as_json
+        above |= {pointer}
+        schema = _target(pointer, root)
+    if not isinstance(schema, dict):
+        return pa.string(), _as_json
+    wanted = schema.get("type")
+    if isinstance(wanted, list) and len(rest := [kind for kind in wanted if kind != "null"]) == 1:
+        wanted = rest[0]
+    alternatives = schema.get("anyOf") or schema.get("oneOf")
+    if wanted is None and isinstance(alternatives, list):
+        left = [one for one in alternatives if not (isinstance(one, dict) and one.get("type") == "null")]
+        return _typed(left[0], root, above) if len(left) == 1 else (pa.string(), _as_json)
+    if wanted is None and (values := schema.get("enum", [schema["const"]] if "const" in schema else None)):
+        wanted = "string" if all(isinstance(value, str) for value in values) else None
+    if wanted == "object" and isinstance(schema.get("properties"), dict) and schema["properties"]:
+        if schema.get("additionalProperties") or schema.get("patternProperties"):
+            return pa.string(), _as_json
+        return _struct(schema["properties"], root, above)
+    if wanted == "array" and isinstance(schema.get("items"), dict):
+        kind, convert = _typed(schema["items"], root, above)
+        return pa.list_(kind), _nullable(lambda value: [convert(one) for one in _checked(value, list)])
+    return _SCALARS.get(wanted if isinstance(wanted, str) else "", (pa.string(), _as_json))
+
+
+def _struct(
+    properties: Mapping[str, Any], root: Mapping[str, Any], above: frozenset[str]
+) -> tuple[pa.DataType, _Convert]:
+    inner = {name: _typed(one, root, above) for name, one in properties.items()}
+
+    def convert(value: Any) -> dict[str, Any]:
+        found = _checked(value, dict)
+        return {name: convert_field(found.get(name)) for name, (_, convert_field) in inner.items()}
+
+    return pa.struct([pa.field(name, kind) for name, (kind, _) in inner.items()]), _nullable(convert)
+
+
+def _target(pointer: str, root: Mapping[str, Any]) -> Any:
+    """The schema at a JSON pointer within the document; None: there is none."""
+    found: Any = root
+    for step in pointer.removeprefix("#").split("/")[1:]:
+        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found
+
+
+def _nullable(convert: _Convert) -> _Convert:
+    return lambda value: None if value is None else convert(value)
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"{str(value)[:50]!r} is no {kind.__name__}")  # noqa: TRY004  # of an answer, not of a call
+    return value
+
+
+def _as_json(value: Any) -> Any:
+    return None if value is None else orjson.dumps(value).decode()
+
+
+def _as_integer(value: Any) -> int:
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(number, bool) or not isinstance(number, int) or not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(f"{str(value)[:50]} is no whole number of 64 bits")
+    return number
+
+
+def _as_number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{str(value)[:50]!r} is no number")  # noqa: TRY004  # likewise
+    return float(value)
+
+
+_SCALARS: Final[Mapping[str, tuple[pa.DataType, _Convert]]] = {
+    "string": (pa.string(), _nullable(lambda value: _checked(value, str))),
+    "integer": (pa.int64(), _nullable(_as_integer)),
+    "number": (pa.float64(), _nullable(_as_number)),
+    "boolean": (pa.bool_(), _nullable(lambda value: _checked(value, bool))),
+    "null": (pa.null(), lambda _: None),
+}

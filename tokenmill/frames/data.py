@@ -1,0 +1,277 @@
+"""The kinds of tables that go in and come out: pandas, polars, Arrow, DuckDB, lists of dicts, and files.
+
+Only the columns that prompts use are read. New columns are added to the given object, so the others come back with
+their types and values untouched. No library is imported here that the caller has not imported.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import pyarrow as pa
+
+from tokenmill.errors import InvalidCall
+
+BATCH_ROWS: Final = 1_000
+
+
+class Frame(Protocol):
+    """A table of any kind.
+
+    Attributes:
+        columns: the names of its columns, in their order.
+    """
+
+    columns: tuple[str, ...]
+
+    def __len__(self) -> int: ...
+
+    def cells(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Each row's cells of these columns, as Python values."""
+        ...
+
+    def with_columns(self, added: pa.Table) -> Any:
+        """A table of the same kind with these columns behind its own."""
+        ...
+
+    def head(self, rows: int) -> Frame:
+        """The first rows."""
+        ...
+
+
+def open_frame(data: Any) -> Frame:
+    """The data as a frame; a path or glob is read whole. Raises `InvalidCall`."""
+    if isinstance(data, str | os.PathLike):
+        return ArrowFrame(_read_files(os.fspath(data)))
+    if isinstance(data, pa.Table):
+        return ArrowFrame(data)
+    if isinstance(data, list):
+        return DictsFrame(data)
+    if isinstance(data, _imported("pandas", "DataFrame")):
+        return PandasFrame(data)
+    if isinstance(data, _imported("polars", "DataFrame")):
+        return PolarsFrame(data)
+    if isinstance(data, _imported("duckdb", "DuckDBPyRelation")):
+        return DuckDbFrame(data)
+    hint = "; call .collect() first" if isinstance(data, _imported("polars", "LazyFrame")) else ""
+    raise InvalidCall(
+        f"data: is a {type(data).__name__}, but must be a pandas or polars DataFrame, an Arrow table, a DuckDB "
+        f"relation, a list of dicts, or the path of Parquet, CSV or JSONL files{hint}"
+    )
+
+
+def _imported(module: str, name: str) -> type | tuple[()]:
+    """The class, if the caller has imported its library; else no class."""
+    found = sys.modules.get(module)
+    kind = getattr(found, name, None)
+    return kind if isinstance(kind, type) else ()
+
+
+class ArrowFrame:
+    """An Arrow table."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.columns = tuple(table.column_names)
+        self._table = table
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def cells(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        if not columns:
+            yield from ({} for _ in range(len(self)))
+        else:
+            yield from _rows_of(self._table.select(list(columns)))
+
+    def with_columns(self, added: pa.Table) -> pa.Table:
+        table = self._table
+        for field, column in zip(added.schema, added.columns, strict=True):
+            table = table.append_column(field, column)
+        return table
+
+    def head(self, rows: int) -> ArrowFrame:
+        return ArrowFrame(self._table.slice(0, rows))
+
+
+class DictsFrame:
+    """A list of dicts; a key that a row lacks is null there."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        for index, row in enumerate(rows):
+            if not isinstance(row, dict):
+                raise InvalidCall(f"data: row {index} is a {type(row).__name__}, but must be a dict")
+        self._rows: list[dict[Any, Any]] = rows
+        self.columns = tuple(dict.fromkeys(name for row in rows for name in row if isinstance(name, str)))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def cells(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        for row in self._rows:
+            yield {name: row.get(name) for name in columns}
+
+    def with_columns(self, added: pa.Table) -> list[dict[Any, Any]]:
+        return [{**row, **new} for row, new in zip(self._rows, _rows_of(added), strict=True)]
+
+    def head(self, rows: int) -> DictsFrame:
+        return DictsFrame(self._rows[:rows])
+
+
+class PandasFrame:
+    """A pandas DataFrame. Integers and truth values with nulls become pandas' own nullable types, enums categories,
+    lists and structs Python's lists and dicts."""
+
+    def __init__(self, frame: Any) -> None:
+        self._frame = frame
+        self.columns = tuple(name for name in frame.columns if isinstance(name, str))
+
+    def __len__(self) -> int:
+        return len(self._frame)
+
+    def cells(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        if not columns:
+            yield from ({} for _ in range(len(self)))
+            return
+        try:
+            table = pa.Table.from_pandas(self._frame[list(columns)], preserve_index=False)
+        except pa.ArrowException as error:
+            raise InvalidCall(f"data: a column of the prompt mixes types: {error}; convert it to text") from error
+        yield from _rows_of(table)
+
+    def with_columns(self, added: pa.Table) -> Any:
+        pandas = sys.modules["pandas"]
+        nullable = {pa.int32(): pandas.Int32Dtype(), pa.int64(): pandas.Int64Dtype(), pa.bool_(): pandas.BooleanDtype()}
+        new: dict[str, Any] = {}
+        for name, column in zip(added.column_names, added.columns, strict=True):
+            if pa.types.is_nested(column.type):
+                values = pandas.Series(column.to_pylist(), dtype=object)
+            else:
+                values = column.to_pandas(types_mapper=nullable.get)
+            new[name] = values.set_axis(self._frame.index)
+        return self._frame.assign(**new)
+
+    def head(self, rows: int) -> PandasFrame:
+        return PandasFrame(self._frame.head(rows))
+
+
+class PolarsFrame:
+    """A polars DataFrame; an enum becomes `polars.Enum`."""
+
+    def __init__(self, frame: Any) -> None:
+        self._frame = frame
+        self.columns = tuple(frame.columns)
+
+    def __len__(self) -> int:
+        return int(self._frame.height)
+
+    def cells(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        yield from self._frame.select(columns).iter_rows(named=True) if columns else ({} for _ in range(len(self)))
+
+    def with_columns(self, added: pa.Table) -> Any:
+        polars = sys.modules["polars"]
+        new = polars.from_arrow(added)
+        enums = [polars.col(name).cast(polars.Enum(values)) for name, values in _enums(added).items()]
+        return self._frame.hstack(new.with_columns(enums))
+
+    def head(self, rows: int) -> PolarsFrame:
+        return PolarsFrame(self._frame.head(rows))
+
+
+class DuckDbFrame:
+    """A DuckDB relation, fetched once. The result is a relation of the same connection."""
+
+    def __init__(self, relation: Any, table: pa.Table | None = None) -> None:
+        self._relation = relation
+        self._table = relation.to_arrow_table() if table is None else table
+        self._arrow = ArrowFrame(self._table)
+        self.columns = self._arrow.columns
+
+    def __len__(self) -> int:
+        return len(self._arrow)
+
+    def cells(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        return self._arrow.cells(columns)
+
+    def with_columns(self, added: pa.Table) -> Any:
+        types = dict(zip(self._relation.columns, map(str, self._relation.types), strict=True))
+        for name, values in _enums(added).items():
+            listed = ", ".join("'" + value.replace("'", "''") + "'" for value in values)
+            types[name] = f"ENUM({listed})"
+        answered = self._arrow.with_columns(added)
+        selected = ", ".join(
+            f"{quoted}::{types[name]} AS {quoted}" if name in types else quoted
+            for name, quoted in ((name, '"' + name.replace('"', '""') + '"') for name in answered.column_names)
+        )
+        assert answered.num_rows == len(self)  # the query below reads the variable `answered`
+        return self._relation.query("input_data", f"SELECT {selected} FROM answered")  # noqa: S608  # quoted above
+
+    def head(self, rows: int) -> DuckDbFrame:
+        return DuckDbFrame(self._relation, self._table.slice(0, rows))
+
+
+def _rows_of(table: pa.Table) -> Iterator[dict[str, Any]]:
+    for batch in table.to_batches(max_chunksize=BATCH_ROWS):
+        yield from batch.to_pylist()
+
+
+def _enums(table: pa.Table) -> dict[str, list[str]]:
+    """The values of each column that is an enum, in their order."""
+    return {
+        name: column.chunk(0).dictionary.to_pylist() if column.num_chunks else []
+        for name, column in zip(table.column_names, table.columns, strict=True)
+        if pa.types.is_dictionary(column.type)
+    }
+
+
+def _read_files(given: str) -> pa.Table:
+    """The files of one format at a path or glob, in the order of their names, as one table."""
+    path = os.path.expanduser(given)
+    is_pattern = glob.has_magic(path) and not os.path.exists(path)
+    paths = sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
+    if not paths:
+        raise InvalidCall(f"data: no file matches {given}")
+    formats = {Path(path).suffix.lower() for path in paths}
+    if len(formats) > 1 or not formats <= _READERS.keys():
+        hint = f"; give {given.rstrip('/')}/*.parquet" if Path(given).is_dir() else ""
+        raise InvalidCall(f"data: {given}: must be files of one format: {', '.join(_READERS)}{hint}")
+    read = _READERS[formats.pop()]
+    tables = []
+    for path in paths:
+        try:
+            tables.append(read(path))
+        except (OSError, pa.ArrowException) as error:
+            raise InvalidCall(f"data: {path}: can't be read: {error}") from error
+        if tables[-1].schema != tables[0].schema:
+            raise InvalidCall(f"data: {path}: has other columns or types than {paths[0]}; read the files yourself")
+    return pa.concat_tables(tables)
+
+
+def _read_parquet(path: str) -> pa.Table:
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(path).read()
+
+
+def _read_csv(path: str) -> pa.Table:
+    from pyarrow import csv
+
+    return csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True))
+
+
+def _read_jsonl(path: str) -> pa.Table:
+    from pyarrow import json
+
+    return json.read_json(path)
+
+
+_READERS: Final[dict[str, Callable[[str], pa.Table]]] = {
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+}

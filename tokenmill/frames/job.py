@@ -1,0 +1,194 @@
+"""The job of a table's requests: it runs in this process, as `tokenmill run` does, or is estimated."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.jobs.submit import DifferentJob
+from schemas.jobs.job import Tier
+from schemas.requests.errors import RowError
+from schemas.requests.parsing import CHAT_URL, ChatBody, parse_body
+from tokenmill import output
+from tokenmill.config import job_options
+from tokenmill.config.engine_choice import choose_engines
+from tokenmill.config.engine_options import EngineOptions, engine_options
+from tokenmill.config.inputs import pin
+from tokenmill.errors import InvalidCall
+from tokenmill.frames.requests import REQUESTS, FieldSharing, TableRequests, write_into_job
+from tokenmill.local.estimate import JobDryRuns
+from tokenmill.local.execute import run_with_progress
+from tokenmill.local.pricing import price_of_worker
+from tokenmill.local.run_plan import RunPlan
+from tokenmill.settings import read_settings
+from workers.model.loaded_model import model_path
+from workers.settings import WorkerSettings
+from workers.structured.constraints import form_of
+from workers.structured.grammar import Grammars
+from workers.text.tokenizer import Tokenizer
+
+COLUMNS = ("row", "text", "finish_reason", "error_code", "error_message", "prompt_tokens", "cached_tokens",
+           "completion_tokens")  # fmt: skip
+"""Of the results, that become columns of the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableEstimate:
+    """What a job would take, by the dry run that `tokenmill estimate` makes.
+
+    Attributes:
+        rows: of the table.  computed: without copies, which are answered once.
+        prompt_tokens, shared_prefix_tokens: of all prompts; those of them that the prefix cache has.
+        expected_tokens, max_tokens: of all answers.
+        seconds, cost: on this machine; None: unknown before 'tokenmill bench', and without a price per hour.
+        sharing: what the order of `{% fields %}` saves; None without it.
+        shared_as_written: `shared_prefix_tokens` if the fields had the template's order; None without them.
+    """
+
+    rows: int
+    computed: int
+    prompt_tokens: int
+    shared_prefix_tokens: int
+    expected_tokens: int
+    max_tokens: int
+    seconds: float | None
+    cost: float | None
+    sharing: FieldSharing | None = None
+    shared_as_written: int | None = None
+
+    def __str__(self) -> str:
+        lines = [f"rows             {self.rows:,} ({self.computed:,} computed)"]
+        lines.append(f"input tokens     {self.prompt_tokens:,}")
+        lines.append(f"  shared         {self.shared_prefix_tokens:,}, read from the prefix cache, not computed again")
+        if self.shared_as_written is not None:
+            lines.append(f"  as written     {self.shared_as_written:,} shared if the fields had the template's order")
+        lines.append(f"output tokens    {self.expected_tokens:,} expected, {self.max_tokens:,} at most")
+        unknown = "unknown: 'tokenmill bench --model MODEL' measures it"
+        lines.append(f"time here        {unknown if self.seconds is None else output.duration(self.seconds)}")
+        if self.cost is not None:
+            lines.append(f"cost             {self.cost:.4f}")
+        return "\n".join(lines)
+
+
+class TableJob:
+    """A table's requests for one model, with a check of everything that can be checked without computing.
+
+    Args:
+        model: MODEL or NAME=MODEL, as `tokenmill run --model` has it.
+        body: the fields of every request besides model and messages.
+
+    Raises:
+        InvalidCall: a field of the body is invalid, or the answer's form can't be enforced.
+        ModelError: the model can't be found or fetched.
+    """
+
+    def __init__(self, requests: TableRequests, model: str, body: Mapping[str, Any]) -> None:
+        self._requests = requests
+        self._settings = read_settings()
+        self._wanted = job_options.job_settings(
+            self._settings, tier="standard", seed=0, on_invalid="row", limit=None, max_output_tokens=None,
+            truncate_prompt=None,
+        )  # fmt: skip
+        name, _ = job_options.split_name(model)
+        self._body = {"model": name, **body}
+        sample = self._parsed({"messages": [{"role": "user", "content": "a"}]})
+        self._model = job_options.choose_model(model, self._settings.model_cache)
+        self._check_form(sample)
+
+    def _parsed(self, more: Mapping[str, Any]) -> ChatBody:
+        try:
+            parsed = parse_body(CHAT_URL, {**self._body, **more}, self._wanted.limits)
+        except RowError as error:
+            raise InvalidCall(error.message) from error
+        assert isinstance(parsed, ChatBody)
+        return parsed
+
+    def _check_form(self, body: ChatBody) -> None:
+        """Compile the answer's grammar with the model's tokens: else every row would fail."""
+        if body.response_format is None and body.structured_outputs is None:
+            return
+        tokenizer = Tokenizer.load(model_path(self._model.source.path))
+        try:
+            form = form_of(body, tokenizer)
+            if form is not None:
+                Grammars(tokenizer, tokenizer.size, ()).compile(form)
+        except RowError as error:
+            raise InvalidCall(f"output: {error.message}") from error
+
+    def run(self, folder: Path) -> pa.Table:
+        """The results, in the rows' order, with `COLUMNS`. A job that a killed run left in the folder goes on.
+
+        Raises:
+            InvalidCall: the folder holds another job.  KeyboardInterrupt: the run was stopped.
+            What `run_job` raises.
+        """
+        write_into_job(self._requests, folder, self._body)
+        policies = job_options.content_policies(None, self._settings)
+        options = self._options()
+        plan = RunPlan(
+            inputs=pin(str(folder / REQUESTS), job_options.known_input(folder)),
+            models=choose_engines((self._model,), options),
+            output=folder,
+            tier=Tier.STANDARD,
+            settings=self._wanted.model_copy(update={"content_policies": policies.fingerprint}),
+            engine=options,
+            price_per_hour=price_of_worker(self._settings),
+            worker=WorkerSettings(
+                request_timeout_seconds=self._settings.request_timeout_seconds,
+                checkpoint_seconds=self._settings.checkpoint_seconds,
+                policies=policies,
+            ),
+        )
+        try:
+            done = run_with_progress(plan)
+        except DifferentJob as error:
+            changed = "; ".join(f"{name} was {old}, now {new}" for name, old, new in error.differences)
+            raise InvalidCall(
+                f"output_dir: {folder} holds another job: {changed}; give another folder, or remove this one"
+            ) from error
+        if done.manifest is None:
+            raise KeyboardInterrupt("stopped; with an output_dir the same call goes on from what is committed")
+        return pq.read_table(folder / "results", columns=list(COLUMNS)).sort_by("row")
+
+    def estimate(self) -> TableEstimate:
+        """The dry run of the job; of one with `{% fields %}` in both orders."""
+        options = self._options(speculate="off")
+        with tempfile.TemporaryDirectory(prefix="tokenmill-") as scratch:
+            made = self._dry_runs(Path(scratch), options, as_written=False)
+            amount, sharing = made.amount(), self._requests.sharing
+            as_written = None
+            if sharing is not None:
+                as_written = self._dry_runs(Path(scratch), options, as_written=True).amount().shared_prefix_tokens
+        speed = made.speed_here(self._settings.model_cache)
+        seconds = None if speed is None else made.seconds(options, speed)
+        price = price_of_worker(self._settings)
+        cost = None if seconds is None or price is None else seconds / 3600 * price
+        return TableEstimate(
+            amount.rows, amount.unique, amount.prompt_tokens, amount.shared_prefix_tokens, amount.expected_tokens,
+            amount.max_tokens, seconds, cost, sharing, as_written,
+        )  # fmt: skip
+
+    def _dry_runs(self, scratch: Path, options: EngineOptions, *, as_written: bool) -> JobDryRuns:
+        path = scratch / REQUESTS
+        self._requests.write(path, self._body, as_written=as_written)
+        return JobDryRuns.of(pin(str(path)), self._model, self._wanted, options)
+
+    def _options(self, speculate: str | None = None) -> EngineOptions:
+        return engine_options(self._settings, speculate=speculate)
+
+
+@contextmanager
+def job_folder(given: Path | None) -> Iterator[Path]:
+    """The given folder, or a temporary one."""
+    if given is not None:
+        yield given.expanduser()
+        return
+    with tempfile.TemporaryDirectory(prefix="tokenmill-") as scratch:
+        yield Path(scratch)

@@ -1,0 +1,232 @@
+"""`tokenmill.map` and `tokenmill.preview`: a prompt over the rows of a table."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, get_type_hints, overload
+
+import pyarrow as pa
+from rich.text import Text
+
+from tokenmill.errors import InvalidCall
+from tokenmill.frames.answers import AnswerForm, answer_form
+from tokenmill.frames.data import Frame, open_frame
+from tokenmill.frames.prompts import PromptTemplate
+
+if TYPE_CHECKING:
+    from tokenmill.frames.job import TableEstimate
+    from tokenmill.frames.requests import TableRequests
+
+DataT = TypeVar("DataT")
+
+SUFFIXES = ("", "_error", "_finish_reason", "_prompt_tokens", "_cached_tokens", "_completion_tokens")
+"""Of the new columns' names."""
+
+
+class Sampling(TypedDict, total=False):
+    """Sampling parameters, as OpenAI's and vLLM's clients name them; see docs/parameters.md."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    max_tokens: int
+    max_completion_tokens: int
+    seed: int
+    stop: str | list[str]
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    logit_bias: dict[str, float]
+    reasoning_effort: str
+
+
+@overload
+def map_rows(
+    data: Any, *, prompt: str, model: str, output: Any = ..., system: str | None = ..., output_column: str = ...,
+    output_dir: str | os.PathLike[str] | None = ..., dry_run: Literal[True], **sampling: Unpack[Sampling],
+) -> TableEstimate: ...  # fmt: skip
+@overload
+def map_rows(
+    data: str | os.PathLike[str], *, prompt: str, model: str, output: Any = ..., system: str | None = ...,
+    output_column: str = ..., output_dir: str | os.PathLike[str] | None = ..., dry_run: Literal[False] = ...,
+    **sampling: Unpack[Sampling],
+) -> pa.Table: ...  # fmt: skip
+@overload
+def map_rows(
+    data: DataT, *, prompt: str, model: str, output: Any = ..., system: str | None = ..., output_column: str = ...,
+    output_dir: str | os.PathLike[str] | None = ..., dry_run: Literal[False] = ..., **sampling: Unpack[Sampling],
+) -> DataT: ...  # fmt: skip
+def map_rows(
+    data: Any,
+    *,
+    prompt: str,
+    model: str,
+    output: Any = str,
+    system: str | None = None,
+    output_column: str = "answer",
+    output_dir: str | os.PathLike[str] | None = None,
+    dry_run: bool = False,
+    **sampling: Unpack[Sampling],
+) -> Any:
+    """Answer a prompt for each row of a table, with a model in this process.
+
+    Args:
+        data: a pandas or polars DataFrame, an Arrow table, a DuckDB relation, a list of dicts, or the path or glob of
+            Parquet, CSV or JSONL files, which are read whole.
+        prompt: the user's message, a Jinja template over the columns: `"Is this positive? {{ review }}"`.
+            `{% fields a, b %}` writes columns as lines `NAME: VALUE`, in each row in the order that lets the prompts
+            share the longest prefixes.
+        model: a folder, a GGUF file, a hub name or `"demo"`, as `tokenmill run --model` takes it. It needs a chat
+            template.
+        output: the form of the answers: `str`, `Literal["yes", "no"]`, a pydantic model, or a JSON schema as a dict.
+            It is enforced while the model writes.
+        system: the system message, a template likewise.
+        output_column: the answers' column, and the beginning of the other new columns' names.
+        output_dir: the job's folder. The same call after a kill goes on there, and computes no committed row again.
+            None: a temporary one.
+        dry_run: compute nothing; return an estimate of tokens, time and cost.
+        **sampling: `temperature`, `max_tokens`, `seed` and so on, as OpenAI and vLLM name them.
+
+    Returns:
+        The same kind of table (of a path: an Arrow table), with the rows in their order and these columns added:
+
+        | column | type | |
+        |--|--|--|
+        | `answer` | string, enum, int64, bool, struct, list, … | null where the row failed |
+        | `answer_error` | string | null where it succeeded |
+        | `answer_finish_reason` | string | `stop`, or `length` for an answer cut off by `max_tokens` |
+        | `answer_prompt_tokens`, `answer_cached_tokens`, `answer_completion_tokens` | int32 | usage, in tokens |
+
+        With `dry_run` a `TableEstimate`, which prints as a table.
+
+    Raises:
+        InvalidCall: (a `ValueError`) an argument can't be used; nothing was computed.
+        UserError: the model can't be found, or the job can't run.
+        KeyboardInterrupt: it was stopped; with an `output_dir` the same call goes on.
+
+    Example:
+        >>> import polars as pl, tokenmill as tm
+        >>> from typing import Literal
+        >>> frame = pl.DataFrame({"review": ["Broke on day two.", "Better than I hoped."]})
+        >>> tm.map(frame, prompt="Is this review good or bad? {{ review }}", model="demo",
+        ...        output=Literal["good", "bad"], temperature=0)  # doctest: +SKIP
+    """
+    frame = open_frame(data)
+    call = _check(frame, prompt, system, output, output_column, sampling)
+    if dry_run:
+        from tokenmill.frames.job import TableJob
+
+        return TableJob(call.requests, model, call.body).estimate()
+    return frame.with_columns(_answer(call, frame, model, output_dir))
+
+
+def preview(
+    data: Any,
+    *,
+    prompt: str,
+    model: str,
+    output: Any = str,
+    system: str | None = None,
+    output_column: str = "answer",
+    rows: int = 5,
+    **sampling: Unpack[Sampling],
+) -> None:
+    """Answer the first rows, and print each one's prompt, answer and new columns. The arguments are those of `map`.
+
+    Example:
+        >>> tm.preview(frame, prompt="Is this review good? {{ review }}", model="demo", rows=2)  # doctest: +SKIP
+    """
+    from tokenmill.output import stdout
+
+    if rows < 1:
+        raise InvalidCall(f"rows: is {rows}, but must be at least 1")
+    frame = open_frame(data).head(rows)
+    call = _check(frame, prompt, system, output, output_column, sampling)
+    added = _answer(call, frame, model, None)
+    console = stdout()
+    for row, (messages, answers) in enumerate(zip(call.requests.messages(), added.to_pylist(), strict=True)):
+        console.print(Text(f"row {row}", style="bold"))
+        for message in messages:
+            console.print(Text(f"  {message['role']}: {message['content']}"))
+        for name, value in answers.items():
+            console.print(Text(f"  {name}: {value}"))
+
+
+class _Call(NamedTuple):
+    """A checked call."""
+
+    requests: TableRequests
+    form: AnswerForm
+    body: dict[str, Any]
+    names: tuple[str, ...]  # of the new columns
+
+
+def _check(
+    frame: Frame, prompt: str, system: str | None, output: Any, output_column: str, sampling: Mapping[str, Any]
+) -> _Call:
+    """Check everything that needs no model. Raises `InvalidCall`."""
+    from tokenmill.frames.requests import TableRequests
+
+    known = list(get_type_hints(Sampling))
+    for name in sampling:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise InvalidCall(f"{name}: is no parameter; " + (f"did you mean {near[0]}?" if near else ", ".join(known)))
+    names = tuple(output_column + suffix for suffix in SUFFIXES)
+    for name in names:
+        if name in frame.columns:
+            raise InvalidCall(
+                f"output_column: the data has a column {name!r} already; give another one, such as {_free(frame)!r}"
+            )
+    form = answer_form(output)
+    templates = PromptTemplate(prompt), None if system is None else PromptTemplate(system, "system")
+    return _Call(TableRequests(frame, *templates), form, {**form.body, **sampling}, names)
+
+
+def _free(frame: Frame) -> str:
+    """An output column without a clash."""
+    number = 2
+    while any(f"answer_{number}{suffix}" in frame.columns for suffix in SUFFIXES):
+        number += 1
+    return f"answer_{number}"
+
+
+def _answer(call: _Call, frame: Frame, model: str, output_dir: str | os.PathLike[str] | None) -> pa.Table:
+    """The new columns. A table without rows loads nothing."""
+    from tokenmill.frames.job import COLUMNS, TableJob, job_folder
+
+    job = TableJob(call.requests, model, call.body)
+    if not len(frame):
+        return _columns(call, dict.fromkeys(COLUMNS, ()))
+    with job_folder(None if output_dir is None else Path(output_dir)) as folder:
+        results = job.run(folder)
+    if results.num_rows != len(frame):
+        raise InvalidCall(f"the job has {results.num_rows} results for {len(frame)} rows; give another output_dir")
+    return _columns(call, results.to_pydict())
+
+
+def _columns(call: _Call, results: Mapping[str, Sequence[Any]]) -> pa.Table:
+    """The new columns from the results' columns."""
+    values: list[Any] = []
+    errors: list[str | None] = []
+    for text, reason, code, message in zip(
+        results["text"], results["finish_reason"], results["error_code"], results["error_message"], strict=True
+    ):
+        value, error = None, f"{code}: {message}" if code is not None or text is None else None
+        if error is None and reason == "length" and not call.form.is_text:
+            error = "incomplete_answer: it reached max_tokens; raise max_tokens"
+        if error is None:
+            try:
+                value = call.form.parse(text)
+            except ValueError as wrong:
+                error = f"invalid_answer: {wrong}"
+        values.append(value)
+        errors.append(error)
+    columns = [call.form.column(values), pa.array(errors, pa.string())]
+    columns.append(pa.array(results["finish_reason"], pa.string()))
+    columns += [pa.array(results[name], pa.int32()) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")]
+    return pa.table(columns, names=list(call.names))

@@ -1,0 +1,128 @@
+"""Prompt templates: Jinja in the sandbox that chat templates have too, over a row's columns.
+
+`{% fields a, b %}` writes these columns as lines NAME: VALUE, in an order that is chosen for each row. It is the only
+part of a prompt whose order is not the template's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import jinja2
+import jinja2.meta
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tokenmill.errors import InvalidCall
+
+MAX_TEMPLATE_CHARS: Final = 1 << 20
+MAX_PROMPT_CHARS: Final = 4 << 20
+"""Of a rendered template."""
+
+FIELD_LINES: Final = "_field_lines"
+"""The variable in place of `{% fields %}`."""
+
+
+class _FieldsTag(Extension):
+    """Parses `{% fields NAME, "OTHER NAME" %}`; the names are left in `environment.field_names`."""
+
+    tags = {"fields"}  # noqa: RUF012  # as the base class has it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        names: list[str] = []
+        while parser.stream.current.type != "block_end":
+            if names:
+                parser.stream.expect("comma")
+            token = parser.stream.current
+            parser.stream.expect("string" if token.type == "string" else "name")
+            names.append(str(token.value))
+        known: list[str] = self.environment.field_names  # type: ignore[attr-defined]  # of `_Environment`
+        if known or not names or len(set(names)) < len(names):
+            parser.fail("{% fields %} stands once in a prompt, and names each of its columns once", line)
+        known.extend(names)
+        return nodes.Output([nodes.Name(FIELD_LINES, "load")], lineno=line)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=False, undefined=jinja2.StrictUndefined,
+            extensions=[_FieldsTag, "jinja2.ext.loopcontrols"], finalize=as_text,
+        )  # fmt: skip
+        self.field_names: list[str] = []
+
+
+class PromptTemplate:
+    """A template over columns.
+
+    Attributes:
+        columns: that it uses, sorted.  fields: those of `{% fields %}`; none without it.
+
+    Args:
+        part: the argument that it is, for messages.
+    """
+
+    def __init__(self, text: str, part: str = "prompt") -> None:
+        if not isinstance(text, str) or not text.strip():
+            raise InvalidCall(f"{part}: must be a text with something in it")
+        if len(text) > MAX_TEMPLATE_CHARS:
+            raise InvalidCall(f"{part}: has {len(text)} characters, and may have {MAX_TEMPLATE_CHARS}; shorten it")
+        self._part = part
+        environment = _Environment()
+        try:
+            tree = environment.parse(text)
+            used = jinja2.meta.find_undeclared_variables(tree)
+            environment.field_names.clear()
+            self._template = environment.from_string(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise InvalidCall(f"{part}, line {error.lineno}: {error.message}") from error
+        except RecursionError as error:
+            raise InvalidCall(f"{part}: is nested too deep; write it flatter") from error
+        self.fields = tuple(environment.field_names)
+        self.columns = tuple(sorted((used - {FIELD_LINES}) | set(self.fields)))
+
+    def check_columns(self, known: Sequence[str]) -> None:
+        """Raise `InvalidCall` if a used column is missing or ambiguous; the message has the nearest name."""
+        for name in self.columns:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known[:20]) or 'none'}"
+                raise InvalidCall(f"{self._part}: the data has no column {name!r}; {hint}")
+            if list(known).count(name) > 1:
+                raise InvalidCall(f"{self._part}: the data has several columns {name!r}; rename all but one")
+
+    def render(self, cells: Mapping[str, Any], field_lines: str = "") -> str:
+        """The text for a row's cells. Raises `InvalidCall`, without the row."""
+        pieces: list[str] = []
+        size = 0
+        try:
+            for piece in self._template.generate({**cells, FIELD_LINES: field_lines}):
+                size += len(piece)
+                if size > MAX_PROMPT_CHARS:
+                    raise InvalidCall(f"{self._part}: is longer than {MAX_PROMPT_CHARS} characters; shorten it")
+                pieces.append(piece)
+        except InvalidCall:
+            raise
+        except Exception as error:  # the template's own code: a filter, an operator
+            raise InvalidCall(f"{self._part}: can't be rendered: {error or type(error).__name__}") from error
+        return "".join(pieces)
+
+
+def as_text(value: Any) -> Any:
+    """A cell as prompts have it: nothing for null, JSON for lists and structs."""
+    if value is None:
+        return ""
+    if isinstance(value, dict | list | tuple):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return value
+
+
+def field_lines(cells: Mapping[str, Any], fields: Iterable[str]) -> tuple[str, ...]:
+    """The lines of `{% fields %}` in the given order, each with its line's end."""
+    return tuple(f"{name}: {as_text(cells[name])}\n" for name in fields)

@@ -1,0 +1,130 @@
+"""The requests of a table: one rendered prompt and one line of a batch for each row."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from pipeline.adapters.folder.locks import RunLock
+from schemas.requests.parsing import CHAT_URL
+from tokenmill.errors import InvalidCall
+from tokenmill.frames.data import Frame
+from tokenmill.frames.field_order import FieldOrder, order_fields, shared_characters
+from tokenmill.frames.prompts import PromptTemplate, field_lines
+
+REQUESTS: Final = "requests.jsonl"
+"""The input of the job, in its folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSharing:
+    """What the order of `{% fields %}` saves, in characters of fields that begin a prompt as another one begins.
+
+    Attributes:
+        total: characters of all fields.  written: shared in the template's order.  chosen: shared in the chosen orders.
+    """
+
+    total: int
+    written: int
+    chosen: int
+
+
+class TableRequests:
+    """The requests of a frame's rows, rendered at once.
+
+    Attributes:
+        sharing: what the fields' order saves; None: the prompt has no `{% fields %}`.
+
+    Raises:
+        InvalidCall: a template can't be rendered, or uses a column that is not there.
+    """
+
+    def __init__(self, frame: Frame, prompt: PromptTemplate, system: PromptTemplate | None) -> None:
+        for template in (prompt, system):
+            if template is not None:
+                template.check_columns(frame.columns)
+        if system is not None and system.fields:
+            raise InvalidCall("system: {% fields %} belongs into the prompt")
+        self._frame, self._prompt, self._system = frame, prompt, system
+        self._lines: list[tuple[str, ...]] = []
+        self.sharing: FieldSharing | None = None
+        self._orders: list[FieldOrder] = []
+        if prompt.fields:
+            self._lines = [field_lines(cells, prompt.fields) for cells in frame.cells(prompt.fields)]
+            self._orders = order_fields(self._lines)
+            written = [tuple(range(len(prompt.fields)))] * len(self._lines)
+            self.sharing = FieldSharing(
+                sum(len(line) for lines in self._lines for line in lines),
+                shared_characters(self._lines, written),
+                shared_characters(self._lines, self._orders),
+            )
+
+    def messages(self, *, as_written: bool = False) -> Iterator[list[dict[str, str]]]:
+        """The messages of each row.
+
+        Args:
+            as_written: `{% fields %}` in the template's order.
+        """
+        used = sorted({*self._prompt.columns, *(self._system.columns if self._system else ())})
+        for row, cells in enumerate(self._frame.cells(used)):
+            text = ""
+            if self._lines:
+                lines = self._lines[row]
+                text = "".join(lines if as_written else (lines[index] for index in self._orders[row]))
+            try:
+                system = [] if self._system is None else [{"role": "system", "content": self._system.render(cells)}]
+                yield [*system, {"role": "user", "content": self._prompt.render(cells, text)}]
+            except InvalidCall as error:
+                raise InvalidCall(f"row {row}: {error}") from error
+
+    def write(self, path: Path, body: Mapping[str, Any], *, as_written: bool = False) -> None:
+        """Write the lines of a batch. Row n is line n, from 0.
+
+        Args:
+            body: the fields of every request besides its messages.
+
+        Raises:
+            InvalidCall: a prompt can't be rendered.
+        """
+        with path.open("wb") as file:
+            for row, messages in enumerate(self.messages(as_written=as_written)):
+                whole = {**body, "messages": messages}
+                line = {"custom_id": f"row-{row}", "method": "POST", "url": CHAT_URL, "body": whole}
+                file.write(orjson.dumps(line) + b"\n")
+
+
+def write_into_job(requests: TableRequests, folder: Path, body: Mapping[str, Any]) -> Path:
+    """Write the requests into a job's folder, while no run holds it. The same ones are left as they are, so that their
+    bytes needn't be hashed again.
+
+    Raises:
+        InvalidCall: as `TableRequests.write`; or the folder holds a job of other requests.
+        OutputLocked: a run holds the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / REQUESTS
+    with RunLock(folder), tempfile.TemporaryDirectory(prefix=".tokenmill-", dir=folder) as scratch:
+        new = Path(scratch) / REQUESTS
+        requests.write(new, body)
+        if path.exists() and not _same_bytes(path, new) and (folder / "job.json").exists():
+            raise InvalidCall(
+                f"output_dir: {folder} holds a job of other prompts or options; give another folder, or remove this one"
+            )
+        if not path.exists() or not _same_bytes(path, new):
+            new.replace(path)
+    return path
+
+
+def _same_bytes(one: Path, other: Path) -> bool:
+    if one.stat().st_size != other.stat().st_size:
+        return False
+    with one.open("rb") as left, other.open("rb") as right:
+        while chunk := left.read(1 << 20):
+            if chunk != right.read(1 << 20):
+                return False
+    return True
