@@ -303,7 +303,10 @@ def test_dashboards_have_their_metrics_and_alerts_fire_and_end(harness: Harness)
     harness.start_worker(700, rows=1)
     harness.batch([row(f"s{number}", 120) for number in range(3_000)])
     impatient = {"tokenmill": {"timeout": 1}}
-    slow = ("TokenmillSlowFirstTokens", "TokenmillSlowTokens", "TokenmillAnswersFail", "TokenmillBacklogTooLong")
+    slow = (
+        "TokenmillSlowFirstTokens", "TokenmillSlowTokens", "TokenmillLowGoodput", "TokenmillAnswersFail",
+        "TokenmillBacklogTooLong",
+    )  # fmt: skip
     with (
         RepeatedCall(lambda: harness.chat(4, stream=True), threads=4),
         RepeatedCall(lambda: harness.chat(4, **impatient), threads=2),
