@@ -13,30 +13,29 @@ from tests.servers.prometheus import PrometheusServer
 CHOSEN: Final = {"$__rate_interval": "10s", "$__range": "60s", "$model": ".+", "$instance": ".+"}
 """Grafana's values for its variables."""
 
-OF_MIXTURES: Final = {"Busiest expert and rank, over the mean"}
-"""Panels that have data only with a mixture of experts."""
-
-OF_FOLDERS: Final = {
-    "Blocks loaded from the folder per second, rejected ones, and 1 if it is off",
-    "Bytes per second to and from the folder of blocks",
-}
-"""Panels that have data only where a worker has a folder of blocks."""
-
-OF_GPUS: Final = {
-    "GPU memory in use", "GPU utilization", "GPU power", "GPU temperature", "GPU clock",
-    "Share of time with lowered GPU clocks",
-}  # fmt: skip
-"""Panels that have data only where a worker has an NVIDIA GPU."""
-
 OF_RELEASES: Final = {
     "Releases", "Candidates beside the served version", "Rows that candidates computed, too",
     "Workers that failed their canary prompts",
 }  # fmt: skip
 """Panels that have data only during a release (`test_releases`)."""
 
-
-OF_CALLERS: Final = {"Candidates' answers to callers' requests"}
-"""Panels that have data only during a release with copies of callers' requests."""
+ABSENT: Final = {
+    "no model has been released",
+    "no release is open",
+    "no release with callers is open",
+    "no worker has failed one",
+    "no model is a mixture of experts",
+    "no worker has a second tier (--kv-offloading-size, --kv-cache-dir)",
+    "no worker has an NVIDIA GPU",
+    "no clock is lowered, or no worker has an NVIDIA GPU",
+    "no worker has a role (--role)",
+    "no virtual model has been requested",
+    "no setting of TOKENMILL_OVERLOAD is on",
+    "no experiment with the weights is open",
+    "no worker has content policies (--content-policy)",
+    "no guard model judges (--content-policy guard:FILE)",
+}
+"""Reasons of empty panels in the installation of `test_observability`."""
 
 
 @dataclass(frozen=True, slots=True)
