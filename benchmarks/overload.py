@@ -30,7 +30,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -85,9 +85,9 @@ def body_of(number: int, tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def ask(client: httpx2.AsyncClient, number: int, tokens: int, at: float = 0.0) -> Chat:
-    """Send a chat and read its stream."""
-    chat, begun = Chat(at), time.monotonic()
+async def ask(client: httpx2.AsyncClient, number: int, tokens: int, chat: Chat | None = None) -> Chat:
+    """Send a chat and read its stream; what is seen goes into `chat`."""
+    chat, begun = chat or Chat(0.0), time.monotonic()
     try:
         async with client.stream("POST", "/v1/chat/completions", json=body_of(number, tokens)) as response:
             chat.status = response.status_code
@@ -131,12 +131,15 @@ async def arrive(url: str, rate: float, seconds: float, tokens: int, patience: f
     while (at := at + random.expovariate(rate)) < seconds:
         moments.append(at)
     begun = time.monotonic()
-    timeout = httpx2.Timeout(patience, connect=30)
-    async with httpx2.AsyncClient(base_url=url, timeout=timeout, limits=httpx2.Limits(max_connections=None)) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=120, limits=httpx2.Limits(max_connections=None)) as client:
 
         async def come(number: int, at: float) -> Chat:
             await asyncio.sleep(max(0.0, begun + at - time.monotonic()))
-            return await ask(client, first + number, tokens, at)
+            chat = Chat(at)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await ask(client, first + number, tokens, chat)
+            return chat
 
         return list(await asyncio.gather(*(come(number, at) for number, at in enumerate(moments))))
 
