@@ -136,6 +136,12 @@ class InferenceRequest:
         limits = {} if self.ticket is None else self.ticket.headers
         return limits | ({DEGRADED: ", ".join(self.degraded)} if self.degraded else {})
 
+    def version(self, name: str, attempt: int) -> str:
+        """The name of the model that answered with this attempt; NAME@DIGEST where that is a version on trial."""
+        is_candidate = self.canary is not None and attempt == 1 and name == self.served_by
+        digest = self.canary.release.candidate.pin.digest if self.canary is not None and is_candidate else None
+        return name if digest is None else f"{name}@{digest}"
+
     @property
     def added_fields(self) -> dict[str, Any]:
         """Fields of the response, and of a stream's chunks, that the worker does not write."""

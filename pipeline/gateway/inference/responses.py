@@ -73,7 +73,7 @@ class Stream:
     ) -> None:
         self.id = inference.request.id
         self.tenant = inference.request.tenant
-        self.served_by = inference.served_by
+        self.served_by = inference.version(inference.served_by, 1)
         self.first: asyncio.Future[ErrorEvent | None] = asyncio.get_running_loop().create_future()
         self.buffer = StreamBuffer(settings.buffer_bytes, retain=inference.resume > 0)
         self.settings = settings
@@ -92,6 +92,8 @@ class Stream:
         if isinstance(event, HandBackEvent):
             self.served_by = event.route.name if event.route is not None else self.served_by
             return
+        if event.attempt > 1 and self.served_by == self._inference.version(self._inference.served_by, 1):
+            self.served_by = self._inference.served_by  # of a candidate only the first attempt is its own
         if isinstance(event, ErrorEvent):
             event = self._inference.translate(event)
         converted = self.converter.convert(event)
@@ -203,7 +205,7 @@ class InferenceResponses:
         `ApiError`."""
         found = await self._find(inference)
         if found is not None:
-            return CompleteResponse(inference.rewrite(found), found.get("model", inference.served_by))
+            return self._complete(inference, found, 1)
         ended: asyncio.Future[EndEvent | ErrorEvent] = asyncio.get_running_loop().create_future()
 
         def handle_event(event: LaneEvent) -> None:
@@ -224,7 +226,11 @@ class InferenceResponses:
             await _wait_released(self._finish(inference, _end_event(ended)))
         if isinstance(event, ErrorEvent):
             raise lane_error(inference.translate(event))
-        return CompleteResponse(inference.rewrite(event.response), event.response.get("model", inference.served_by))
+        return self._complete(inference, event.response, event.attempt)
+
+    def _complete(self, inference: InferenceRequest, response: dict[str, Any], attempt: int) -> CompleteResponse:
+        served_by = inference.version(response.get("model", inference.served_by), attempt)
+        return CompleteResponse(inference.rewrite(response), served_by)
 
     async def _start(self, inference: InferenceRequest, sink: Sink) -> None:
         """Send the request. Raises `ApiError`."""

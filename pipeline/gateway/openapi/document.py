@@ -93,7 +93,7 @@ HEADERS: Final[Mapping[str, tuple[str, Json]]] = {
     "request-id": ("The same as `x-request-id`.", {"type": "string"}),
     "x-stream-id": ("The id of the inference request, with which its stream can be resumed.", {"type": "string"}),
     "x-tokenmill-model": (
-        "The name of the model that answers; the rules of a virtual model choose it.",
+        "The name of the model that answers; the rules of a virtual model choose it. NAME@DIGEST: a version on trial.",
         {"type": "string"},
     ),
     "x-ratelimit-limit-requests": ("The limit of requests per minute.", _NUMBER),

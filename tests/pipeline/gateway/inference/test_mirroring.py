@@ -195,6 +195,19 @@ def test_in_the_canary_stage_the_candidate_answers_and_the_stable_version_gets_t
     assert {one.sampled_as is not None for one in harness.worker.requests.values()} == {True}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_header_names_the_version_that_answers(harness: HttpHarness, stream: bool) -> None:
+    begin(harness, ALL, canary=True)
+
+    def named() -> str:
+        answer = harness.http().post("/v1/chat/completions", json={**BODY, "stream": stream})
+        return answer.headers["x-tokenmill-model"]
+
+    with candidate(harness):
+        assert named() == f"tiny@{CANDIDATE.pin.digest}"
+    assert named() == "tiny", "the stable version answers instead"
+
+
 def test_one_user_gets_answers_of_one_version(harness: HttpHarness) -> None:
     begin(harness, RULES, canary=True)
     with candidate(harness, text="other "):
