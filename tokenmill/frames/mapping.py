@@ -57,6 +57,12 @@ def map_rows(
 ) -> pa.Table: ...  # fmt: skip
 @overload
 def map_rows(
+    data: list[dict[str, DataT]], *, prompt: str, model: str, output: Any = ..., system: str | None = ...,
+    output_column: str = ..., output_dir: str | os.PathLike[str] | None = ..., dry_run: Literal[False] = ...,
+    **sampling: Unpack[Sampling],
+) -> list[dict[str, Any]]: ...  # fmt: skip
+@overload
+def map_rows(
     data: DataT, *, prompt: str, model: str, output: Any = ..., system: str | None = ..., output_column: str = ...,
     output_dir: str | os.PathLike[str] | None = ..., dry_run: Literal[False] = ..., **sampling: Unpack[Sampling],
 ) -> DataT: ...  # fmt: skip
