@@ -50,14 +50,15 @@ class StepAnswers:
     Attributes:
         rejected: row -> the check that it fails; lines that every model refuses are not in it.
         logprobs: row -> mean log-probability of an answer that passed the other checks (nan: unknown).
-        texts: row -> that answer.
-        rows: number of rows.
+        texts: row -> that answer (`comparable`).
+        rows: number of rows.  refused: of them, lines that every model refuses.
     """
 
     rejected: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, float] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     rows: int = 0
+    refused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def read_answers(
     found = StepAnswers()
     for number, _ in ledger.parts():
         with ledger.store.open(ledger.prefix + part_key(number)) as stream:
-            columns = [*_COLUMNS, "response"] if wants_logprobs else _COLUMNS
+            columns = [*_COLUMNS, "response"] if wants_logprobs or wants_texts else _COLUMNS
             for batch in pq.ParquetFile(stream).iter_batches(_BATCH_ROWS, columns=columns):
                 for row in batch.to_pylist():
                     _add(found, row, check, wants_texts=wants_texts)
@@ -93,7 +94,9 @@ def _add(found: StepAnswers, row: dict[str, Any], check: Check, *, wants_texts: 
     number = row["row"]
     found.rows += 1
     if row["status"] in RETRIED:
-        if row["error_code"] not in LINE_REFUSALS:
+        if row["error_code"] in LINE_REFUSALS:
+            found.refused += 1
+        else:
             found.rejected[number] = UNANSWERED
         return
     text = row["text"] or ""
@@ -101,10 +104,19 @@ def _add(found: StepAnswers, row: dict[str, Any], check: Check, *, wants_texts: 
     if failed is not None:
         found.rejected[number] = failed
         return
-    if "response" in row:
-        found.logprobs[number] = mean_logprob(orjson.loads(row["response"] or "{}"))
+    if "response" not in row:
+        return
+    response = orjson.loads(row["response"] or "{}")
+    found.logprobs[number] = mean_logprob(response)
     if wants_texts:
-        found.texts[number] = text
+        found.texts[number] = comparable(text, response)
+
+
+def comparable(text: str, response: dict[str, Any]) -> str:
+    """What of an answer is compared: its text, and the names and arguments of its tool calls."""
+    message = (response.get("choices") or [{}])[0].get("message") or {}
+    calls = [call.get("function") for call in message.get("tool_calls") or ()]
+    return text + orjson.dumps(calls).decode() if calls else text
 
 
 def mean_logprob(response: dict[str, Any]) -> float:
@@ -152,10 +164,15 @@ def equal(one: str, other: str) -> bool:
     """Whether two answers are the same: the same JSON, or the same text apart from white space around it."""
     if one.strip() == other.strip():
         return True
-    try:
-        return bool(orjson.loads(one) == orjson.loads(other))
-    except orjson.JSONDecodeError:
+    try:  # as bytes: 1 and true differ
+        return canonical(one) == canonical(other)
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError, RecursionError):  # no JSON, or too deep
         return False
+
+
+def canonical(text: str) -> bytes:
+    """A JSON text in one form. Raises `orjson.JSONDecodeError`, and `orjson.JSONEncodeError` for a deep one."""
+    return orjson.dumps(orjson.loads(text), option=orjson.OPT_SORT_KEYS)
 
 
 def wilson_lower_bound(successes: int, count: int) -> float:
@@ -189,7 +206,7 @@ def describe_step(manifest: Manifest, model: str, answers: StepAnswers) -> Casca
         job=manifest.job,
         model=model,
         rows=answers.rows,
-        accepted=answers.rows - len(answers.rejected),
+        accepted=answers.rows - answers.refused - len(answers.rejected),
         rejected=dict(sorted(Counter(answers.rejected.values()).items())),
         usage=manifest.usage,
         busy_seconds=manifest.busy_seconds,

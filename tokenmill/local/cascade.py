@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from pipeline.adapters.folder.locks import RunLock
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.jobs.cascade import (
     SAMPLED,
@@ -100,9 +101,8 @@ def run_cascade(plan: CascadePlan, run: Callable[[RunPlan], Manifest | None]) ->
     Args:
         run: runs one step; returns None when it was interrupted.
     """
-    if plan.first.fresh:
-        shutil.rmtree(plan.folder, ignore_errors=True)
-    with ExitStack() as stack:
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    with RunLock(plan.folder), ExitStack() as stack:
         try:
             return CascadeEnd(_CascadeRun(plan, run, stack).run())
         except _Stopped as stopped:
@@ -128,12 +128,27 @@ class _CascadeRun:
         self._complete(
             replace(plan.first, settings=settings), only, self._check, wants_texts=accept.agreement is not None
         )
+        self._discard_others(self._steps[0].manifest.job)
         threshold = None
         if accept.agreement is not None:
             threshold = self._answer_by_agreement(plan.later[0], accept.agreement)
         else:
             self._answer_by_checks(accept.min_mean_logprob)
         return self._end(threshold)
+
+    def _discard_others(self, job: str) -> None:
+        """Remove the outcome and the further steps of another first job, which `fresh` has replaced."""
+        whole = self._plan.folder
+        with FolderStore(whole) as store:
+            if store.info(OUTCOME) is not None and self._outcome(store).steps[0].job != job:
+                store.delete(OUTCOME)
+                (whole / MERGED).unlink(missing_ok=True)
+        for folder in whole.iterdir():
+            if folder.name.isdecimal() and (found := _retried_job(folder)) is not None and found != job:
+                shutil.rmtree(folder)
+
+    def _outcome(self, store: FolderStore) -> CascadeOutcome:
+        return parse_stored(store.locate(OUTCOME), store.read(OUTCOME), CascadeOutcome)
 
     def _answer_by_checks(self, least: float | None) -> None:
         """Have each model answer the rows that the one before it left."""
@@ -196,17 +211,24 @@ class _CascadeRun:
         return answers
 
     def _end(self, threshold: Threshold | None) -> CascadeOutcome:
-        """Write the merged results and the outcome, where they aren't there yet."""
+        """Write the merged results, then the outcome, unless these jobs' are there."""
         steps, folder = self._steps, self._plan.folder
-        folder.mkdir(exist_ok=True)
-        if not (folder / MERGED).exists():
-            write_merged([step.ledger for step in steps], folder / MERGED)
-        described = [describe_step(step.manifest, step.model, step.answers) for step in steps]
-        outcome = outcome_of(described, self._plan.later[-1].name, threshold)
+        jobs = [step.manifest.job for step in steps]
         with FolderStore(folder) as store:
-            if store.create(OUTCOME, outcome.to_json()):
-                return outcome
-            return parse_stored(store.locate(OUTCOME), store.read(OUTCOME), CascadeOutcome)
+            if store.info(OUTCOME) is not None and [step.job for step in self._outcome(store).steps] == jobs:
+                return self._outcome(store)
+            write_merged([step.ledger for step in steps], folder / MERGED)
+            described = [describe_step(step.manifest, step.model, step.answers) for step in steps]
+            outcome = outcome_of(described, self._plan.later[-1].name, threshold)
+            store.replace(OUTCOME, outcome.to_json())
+        return outcome
+
+
+def _retried_job(folder: Path) -> str | None:
+    """The job that a step's job in this folder is a retry of; None: there is none yet."""
+    with FolderStore(folder, read_only=True) as store:
+        job = JobLedger(store).find_job()
+    return None if job is None else job.retry_of
 
 
 def accepts_all(_text: str, _finish_reason: str | None) -> None:

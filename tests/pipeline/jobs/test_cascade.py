@@ -15,6 +15,7 @@ from pipeline.jobs.cascade import (
     LOGPROB,
     StepAnswers,
     choose_threshold,
+    comparable,
     describe_step,
     equal,
     mean_logprob,
@@ -51,6 +52,19 @@ def test_answers_are_equal_as_json_or_apart_from_space_around_them() -> None:
     assert equal('{"a": 1, "b": 2}', '{"b":2,"a":1}')
     assert not equal("yes", "no")
     assert not equal('{"a": 1}', "a")
+    assert not equal("true", "1")
+    assert not equal('{"a": 1}', '{"a": true}')
+    deep = "[" * 900 + "]" * 900
+    assert not equal(deep, deep.replace("[]", "[ ]")), "too deep to compare, but no error"
+
+
+def test_tool_calls_are_part_of_an_answer() -> None:
+    def answer(arguments: str) -> str:
+        call = {"id": arguments, "function": {"name": "look_up", "arguments": arguments}}
+        return comparable("", {"choices": [{"message": {"content": None, "tool_calls": [call]}}]})
+
+    assert answer('{"city": "Rome"}') != answer('{"city": "Oslo"}')
+    assert comparable("text", {"choices": [{"message": {"content": "text"}}]}) == "text"
 
 
 def test_answers_below_the_threshold_or_without_one_are_rejected() -> None:

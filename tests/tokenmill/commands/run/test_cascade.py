@@ -11,6 +11,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.ledger.ledger import JobLedger
+from pipeline.results.merged_table import write_merged
 from schemas.jobs.cascade import Acceptance
 from schemas.jobs.cascade_outcome import CascadeOutcome
 from tokenmill.errors import UserError
@@ -83,7 +86,7 @@ def test_rows_that_are_not_accepted_get_the_next_models_answer(
     # And the outcome has the costs
     outcome = CascadeOutcome.model_validate_json((folder / "out" / "cascade" / "cascade.json").read_bytes())
     assert done.json() == {"output": "out", **outcome.model_dump(mode="json")}
-    assert [(step.model, step.rows, step.accepted) for step in outcome.steps] == [("tiny", 17, 9), ("large", 8, 8)]
+    assert [(step.model, step.rows, step.accepted) for step in outcome.steps] == [("tiny", 17, 8), ("large", 8, 8)]
     assert outcome.steps[0].rejected == {"min_mean_logprob": 8}
     assert outcome.cost == pytest.approx(outcome.busy_seconds * 3.6 / 3_600)
     exported = folder / "all.jsonl"
@@ -94,6 +97,19 @@ def test_rows_that_are_not_accepted_get_the_next_models_answer(
         if line["response"] is not None
     }
     assert texts == {name: merged[name]["text"] for name in served_by}
+    # In rounds, where there are many parts
+    monkeypatch.setenv("TOKENMILL_PLAN__MAX_SHARD_ROWS", "3")
+    assert tokenmill(*command, "--fresh").code == 0
+    stores = [FolderStore(folder / path, read_only=True) for path in ("out", "out/cascade/1")]
+    ledgers = [JobLedger(store) for store in stores]
+    assert sum(len(list(ledger.parts())) for ledger in ledgers) > 6
+    write_merged(ledgers, folder / "again.parquet", fan_in=2)
+    again = pq.read_table(folder / "again.parquet")
+    assert again.equals(pq.read_table(folder / "out" / "cascade" / "merged.parquet"))
+    assert [row["text"] for row in again.to_pylist()] == [row["text"] for row in merged.values()]
+    # Fresh ones replace all of the former
+    renewed = CascadeOutcome.model_validate_json((folder / "out" / "cascade" / "cascade.json").read_bytes())
+    assert not {step.job for step in renewed.steps} & {step.job for step in outcome.steps}
     # Other checks are another cascade
     accept.write_text("max_chars = 3\n")
     assert "settings.cascade.accept" in tokenmill(*command).error
