@@ -1,8 +1,7 @@
 """The open releases as a gateway sees them: which requests are copied to a candidate, and which callers it answers.
 
 A share is chosen by a hash, so that all gateways choose alike, and one caller is answered by one version. Copies are
-chosen by the prefix of the request: all turns of a conversation are copied or none is, so that both versions have its
-prefix cached.
+chosen by conversation: all its turns are copied or none is, so that both versions have its prefix cached.
 """
 
 from __future__ import annotations
@@ -11,12 +10,14 @@ import hashlib
 import threading
 from collections import Counter
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final, Literal
 
+import orjson
 import structlog
 
 from pipeline.lane.ports import LaneMonitor
-from pipeline.lane.prefix_key import prefix_key
+from pipeline.lane.prefix_key import MIN_PREFIX_BYTES
 from pipeline.models.registry import ModelRegistry
 from pipeline.models.request_samples import REQUESTS_PER_SAMPLE, SampleBuffer
 from pipeline.ports import PipelineError, World
@@ -145,10 +146,9 @@ class OpenReleases:
             counted = self._sampled[found.release.id, found.traffic]
         if counted >= found.release.rules.most_shards * REQUESTS_PER_SAMPLE:
             return None
-        if canary is None:
-            key = (prefix_key(request) or request.id.encode()).hex()
-            if not _is_in_share(found.release, "mirror", key, found.release.rules.mirror):
-                return None
+        share = found.release.rules.mirror
+        if canary is None and not _is_in_share(found.release, "mirror", _conversation(request), share):
+            return None
         with self._lock:
             takes = self._takes(found.release, other)
         if not takes:
@@ -192,3 +192,17 @@ class OpenReleases:
 def _is_in_share(release: Release, purpose: Traffic, what: str, share: float) -> bool:
     digest = hashlib.sha256(f"{release.id}\0{purpose}\0{what}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def _conversation(request: LaneRequest) -> str:
+    """The same for all turns of a chat, and another for another chat with its system prompt: its tenant and messages up
+    to the first one that isn't the system's. Of a short first turn, whose prefix is not worth a cache, and of other
+    requests their id."""
+    messages = request.body.get("messages")
+    if not isinstance(messages, list):
+        return request.id
+    system = len(list(takewhile(lambda one: one.get("role") in ("system", "developer"), messages)))
+    begin = orjson.dumps(messages[: system + 1])
+    if len(messages) <= system + 1 and len(begin) < MIN_PREFIX_BYTES:
+        return request.id
+    return f"{request.tenant}\0{hashlib.sha256(begin).hexdigest()}"

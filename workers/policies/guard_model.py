@@ -72,7 +72,7 @@ class GuardModel:
         texts = prompt.texts[:1] if is_generating else dict.fromkeys(prompt.texts)
         found = ALLOWED
         for text in texts:
-            verdict = self._judge(text)
+            verdict = self._judge(text, prompt.about.tenant)
             chosen = max(found, verdict, key=lambda one: SEVERITY[one.action])
             found = replace(
                 chosen,
@@ -87,7 +87,7 @@ class GuardModel:
         """See `ContentPolicy`."""
         if self._file.apply == "prompt" or not answer.text or answer.about.model in self._own_names:
             return ALLOWED
-        return self._judge(answer.text)
+        return self._judge(answer.text, answer.about.tenant)
 
     def _find_model(self, path: Path) -> tuple[str, bytes]:
         """The name under which the guard is asked, which is that of its version where the server has versions, and what
@@ -112,9 +112,13 @@ class GuardModel:
         model = {field: value for field, value in models[name].items() if field != "created"}
         return name, orjson.dumps(model, option=orjson.OPT_SORT_KEYS)
 
-    def _judge(self, text: str) -> PolicyVerdict:
+    def _judge(self, text: str, tenant: str) -> PolicyVerdict:
         text = text.encode(errors="replace").decode()  # a message may hold half a surrogate pair
-        key = hashlib.blake2b(text.encode(), digest_size=32).digest()
+        # By tenant, or the time and the tokens of a verdict would tell one what texts another has sent.
+        owner = tenant.encode(errors="replace")
+        key = hashlib.blake2b(
+            text.encode(), digest_size=32, salt=hashlib.blake2b(owner, digest_size=16).digest()
+        ).digest()
         with self._lock:
             known = self._cache.get(key)
             if known is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,14 @@ def test_all_turns_of_a_conversation_are_copied_or_none(harness: ReleasesHarness
     for conversation in range(20):
         text = f"conversation {conversation} " + "x" * 300
         assert len({releases.copied(request(turn, text), None) is None for turn in range(9)}) == 1
+
+
+def test_chats_with_one_system_prompt_are_copied_by_the_share(harness: ReleasesHarness, load: Load) -> None:
+    releases = opened(harness, load, mirror=0.25)
+    system = {"role": "system", "content": "You answer questions about one product. " * 20}
+    bodies = [{"messages": [system, {"role": "user", "content": f"question {number}"}]} for number in range(400)]
+    sent = [replace(request(number), body=body) for number, body in enumerate(bodies)]
+    assert 60 < sum(releases.copied(one, None) is not None for one in sent) < 140
 
 
 def test_without_a_release_with_requests_nothing_is_copied(harness: ReleasesHarness, load: Load) -> None:

@@ -128,6 +128,13 @@ def test_given_the_same_text_again_then_the_guard_is_not_asked_again_and_it_cost
     assert verdicts[0].prompt_tokens > 0
 
 
+def test_given_anothers_text_then_the_guard_is_asked_again(make: Make, server: ScriptedGuard) -> None:
+    policy = make()
+    for tenant in ("a", "b", "a"):
+        policy.before(Prompt(ABOUT._replace(tenant=tenant), ("a bomb",)))
+    assert len(server.asked) == 2, "the time of an answer tells nobody what another has sent"
+
+
 def test_given_texts_to_embed_then_each_is_judged_and_the_severest_counts(make: Make, server: ScriptedGuard) -> None:
     policy = make()
     verdict = before(policy, "moon", "hello", "dosage", "hello", url="/v1/embeddings")
