@@ -136,6 +136,7 @@ def main() -> None:
                     "TOKENMILL_KV_TRANSFER__SHARED_MEMORY": "true",
                     "TOKENMILL_GATEWAY__AUTH": "off",
                     "TOKENMILL_KV_TRANSFER__HAND_OVER": args.hand_over,
+                    "TOKENMILL_KV_TRANSFER__HELP_AFTER_SECONDS": "1",
                 }
                 with handover_cluster(Path(folder) / "c", engine, redis, **variables) as cluster:
                     cluster.start("gateway", *workers)

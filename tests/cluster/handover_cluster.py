@@ -111,6 +111,8 @@ def handover_cluster(
                 "TOKENMILL_KV_TRANSFER__ADVERTISED_HOST": PROXY_HOST,
                 "TOKENMILL_KV_TRANSFER__SHARED_MEMORY": "false",
                 "TOKENMILL_KV_TRANSFER__TIMEOUT_SECONDS": "2",
+                # A slow machine's workers would compute each other's requests, and transfer nothing.
+                "TOKENMILL_KV_TRANSFER__HELP_AFTER_SECONDS": "10",
                 "TOKENMILL_KV_TRANSFER__HAND_OVER": "always",  # or most would stay where they are, at this size
                 **variables,
             },

@@ -241,9 +241,10 @@ def _parsed(events: Sequence[bytes]) -> tuple[list[int], list[bytes]]:
     """Numbers and data, without comments."""
     numbers, datas = [], []
     for event in events:
-        if event.startswith(b":"):
+        lines = [line for line in event.split(b"\n") if not line.startswith(b":")]  # a keep-alive precedes an event
+        if not lines:
             continue
-        first, second = event.split(b"\n")
+        first, second = lines
         numbers.append(int(first.removeprefix(b"id: ")))
         datas.append(second.removeprefix(b"data: "))
     return numbers, datas

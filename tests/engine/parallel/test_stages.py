@@ -137,7 +137,10 @@ def test_every_family_answers_in_stages_as_one_process_does(
 
 @pytest.mark.parametrize(
     ("size", "stages"),
-    [pytest.param(4, 2, id="two stages of two"), pytest.param(4, 4, id="four", marks=pytest.mark.exhaustive)],
+    [
+        pytest.param(4, 2, id="two stages of two", marks=pytest.mark.exhaustive),
+        pytest.param(4, 4, id="four", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_four_ranks_answer_as_one_process_does(
     size: int, stages: int, prompts: list[list[int]], five_layers: Path, tiny_models: Any, tmp_path: Path

@@ -490,6 +490,7 @@ def test_a_prefix_that_sequences_share_is_read_by_one_block_table(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+@pytest.mark.exhaustive
 def test_a_reserved_step_shares_other_prefixes_each_time(
     mixed: bool, device: torch.device, upcast: bool, always_shared: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

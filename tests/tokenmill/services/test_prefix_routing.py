@@ -85,6 +85,7 @@ def test_given_a_worker_that_is_killed_while_requests_wait_for_it_then_all_are_a
     assert routed["prefix"] > 0
 
 
+@pytest.mark.exhaustive
 def test_routing_can_be_turned_off(cluster: LaneCluster, model_folder: Path) -> None:
     wait_until_routed(cluster, model_folder)
     cluster.end("gateway-1")
