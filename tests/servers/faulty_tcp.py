@@ -48,6 +48,7 @@ class FaultyTcp:
         self._connections: set[socket.socket] = set()
         self.spoiled: deque[AnswerFault] = deque()
         self._listener = socket.create_server(address, backlog=256)
+        self._listener.settimeout(None)  # Celery's threads change the default of the process now and then
         self._thread = threading.Thread(target=self._accept, daemon=True)
 
     @property
@@ -104,8 +105,8 @@ class FaultyTcp:
         except OSError:
             _close(client)
             return
-        server.settimeout(None)
         for end in (client, server):
+            end.settimeout(None)
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
             self._connections |= {client, server}
