@@ -98,6 +98,15 @@ def threads_of_a_test_are_its_own() -> Iterator[None]:
         torch.set_num_threads(wanted)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def logs_of_a_file_are_its_own() -> Iterator[None]:
+    """A command that runs in the tests' process sets up its logs: a later file that reads events of lower levels would
+    find none."""
+    yield
+    if (structlog := sys.modules.get("structlog")) is not None:
+        structlog.reset_defaults()
+
+
 @pytest.fixture(autouse=True)
 def numbers_of_a_test_are_its_own(request: pytest.FixtureRequest) -> None:
     """What a test draws at random follows from its name, whatever ran before it; TEST_SEED draws something else."""

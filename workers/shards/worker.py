@@ -160,6 +160,8 @@ class ShardWorker:
         """One iteration of the loop: at most one step of the engine."""
         self._collect()
         self._degradation.refresh()
+        if self._fetcher.is_source_finished:
+            self._release_paused()
         self._fetch_ahead(fetch_executor)
         self._side_work.poll(admit=not (self._isolation or self._isolation.is_trying))
         self._feed_engine()
@@ -254,6 +256,16 @@ class ShardWorker:
             shards = [shard for shard in self._shards if (shard.work.job.id, shard.work.shard) in revoked_names]
             if shards:
                 self._release(shards, is_logged=is_logged)
+
+    def _release_paused(self) -> None:
+        """Release the paused shards of a source that is finished: another model's turn has come at this worker, and its
+        requests may be the load that the pause lasts for."""
+        prepared = self._fetcher.prepared
+        if prepared is not None and self._degradation.pauses(prepared.work):
+            self._open_prepared()
+        paused = [shard for shard in self._shards if self._degradation.pauses(shard.work)]
+        if paused:
+            self._release(paused)
 
     def _open_prepared(self) -> None:
         """Move the prepared shard to the open ones, so that it is released with them."""

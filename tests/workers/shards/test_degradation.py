@@ -54,7 +54,19 @@ class Script:
         return PAUSED
 
 
+class LastingSource(TieredSource):
+    """A source that may have more shards, as far as the worker knows, until the pause of its script has ended."""
+
+    script: Script | None = None
+
+    def finished(self) -> bool:
+        is_paused = self.script is not None and self.script.iterations < self.script.end
+        return not is_paused and super().finished()
+
+
 def run(kit: Any, model: Any, source: TieredSource, degradation: Any) -> Any:
+    if isinstance(source, LastingSource) and isinstance(degradation, Script):
+        source.script = degradation
     sink = kit.MemorySink()
     settings = WorkerSettings(poll_interval_seconds=0.0)
     ShardWorker(
@@ -69,8 +81,8 @@ def texts(sink: Any) -> dict[Any, Any]:
 
 def test_paused_bulk_rows_keep_their_place_and_resume_with_their_tokens(model: LoadedModel, kit: Any) -> None:
     # Given bulk shards, and what they answer without a pause,
-    def source() -> TieredSource:
-        return TieredSource([shard(kit, number, Tier.BULK, rows=6, tokens=40) for number in (1, 2, 3)], {})
+    def source() -> LastingSource:
+        return LastingSource([shard(kit, number, Tier.BULK, rows=6, tokens=40) for number in (1, 2, 3)], {})
 
     expected = texts(run(kit, model, source(), lambda: ()))
     before = model.engine.stats().generated
@@ -90,7 +102,7 @@ def test_paused_bulk_rows_keep_their_place_and_resume_with_their_tokens(model: L
 def test_standard_shards_are_computed_while_bulk_work_is_paused(model: LoadedModel, kit: Any) -> None:
     # Given more bulk shards than may be open, paused from the start, when a standard one comes,
     bulk = [shard(kit, number, Tier.BULK, rows=6, tokens=10) for number in range(1, 8)]
-    source = TieredSource(bulk, {60: shard(kit, 9, Tier.STANDARD, rows=3, tokens=5)})
+    source = LastingSource(bulk, {60: shard(kit, 9, Tier.STANDARD, rows=3, tokens=5)})
     script = Script(model.engine, 10, 1_000)
     sink = run(kit, model, source, script)
     # then it is done first, in the pause.
@@ -100,7 +112,7 @@ def test_standard_shards_are_computed_while_bulk_work_is_paused(model: LoadedMod
 
 
 def test_no_bulk_shard_is_taken_in_a_pause(model: LoadedModel, kit: Any) -> None:
-    source = TieredSource([shard(kit, number, Tier.BULK, rows=2, tokens=3) for number in (1, 2)], {})
+    source = LastingSource([shard(kit, number, Tier.BULK, rows=2, tokens=3) for number in (1, 2)], {})
     taken: list[int] = []
 
     class Paused(Script):
@@ -113,3 +125,16 @@ def test_no_bulk_shard_is_taken_in_a_pause(model: LoadedModel, kit: Any) -> None
     run(kit, model, source, Paused(model.engine, 1, 50))
     assert set(taken) == {0}
     assert source.taken == [1, 2]
+
+
+def test_paused_shards_are_released_with_their_tokens_when_the_source_is_finished(model: LoadedModel, kit: Any) -> None:
+    # Given two open bulk shards, whose source ends (another model's turn has come) while bulk work stays paused,
+    source = TieredSource([shard(kit, number, Tier.BULK, rows=6, tokens=40) for number in (1, 2)], {})
+    # when the worker runs,
+    sink = run(kit, model, source, Script(model.engine, 25, 10**9))
+    # then it ends: both shards are released with a last checkpoint, and none is committed.
+    assert sorted(sink.released) == [1, 2]
+    assert sink.parts == {}
+    last = [checkpoints[-1].head for checkpoints in sink.checkpoints.values()]
+    assert all(head.final for head in last)
+    assert sum(head.generated for head in last) > 0
