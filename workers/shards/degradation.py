@@ -1,8 +1,8 @@
 """Carries out steps of degradation at a worker: bulk work is paused, and drafts are turned off.
 
 Rows of a paused shard leave the engine and wait at the worker with their tokens, at the head of their shard. So they
-compute nothing, hold no KV blocks, and resume where they stopped. The shard stays held, but where the source has no more
-shards: then it is released.
+compute nothing, hold no KV blocks, and resume where they stopped. The shard stays held, unless the source has no
+more shards: then it is released.
 """
 
 from __future__ import annotations
