@@ -6,6 +6,7 @@ python examples/show_results.py out/demo
 from __future__ import annotations
 
 import sys
+from textwrap import shorten
 
 import pyarrow.parquet as pq
 from rich.console import Console
@@ -25,7 +26,10 @@ def main(folder: str) -> None:
     )
     for row in [row for row in results if row["status"] != "succeeded"]:
         failures.add_row(
-            str(row["row"] + 1), row["custom_id"] or "-", row["error_code"], Text(row["error_message"][:120])
+            str(row["row"] + 1),
+            row["custom_id"] or "-",
+            row["error_code"],
+            Text(shorten(row["error_message"], 160, placeholder=" …")),
         )
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(answers, failures if failures.row_count else "no row failed")
