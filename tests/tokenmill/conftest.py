@@ -16,6 +16,7 @@ import structlog
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from tests.tokenmill.command_processes import Processes
 from tokenmill.cli import main
 from tokenmill.processes import runtime
 
@@ -109,6 +110,14 @@ def tokenmill(folder: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Calla
 
     yield call
     structlog.reset_defaults()  # the command's logs go to this test's stderr, which is closed after it
+
+
+@pytest.fixture
+def processes(folder: Path) -> Iterator[Processes]:
+    """Starts processes in the test's folder, and ends them."""
+    made = Processes(folder)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

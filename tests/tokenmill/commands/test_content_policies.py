@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from openai import OpenAI
 
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.models.catalog import Catalog
-from tests.tokenmill.services.test_gateway import Processes
+from tests.tokenmill.command_processes import Processes
 from tests.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -190,13 +190,6 @@ def test_given_a_policy_of_an_installed_distribution_when_run_then_it_judges(
     assert "quietly.py:" in ended.err, "the log says where it failed"
     assert "alcon" not in ended.err
     assert "known: guard, quiet, rules" in tokenmill(*run, "-o", folder / "no", "--content-policy", "none").error
-
-
-@pytest.fixture
-def processes(folder: Path) -> Iterator[Processes]:
-    made = Processes(folder)
-    yield made
-    made.close()
 
 
 @pytest.mark.exhaustive

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,6 @@ TEXTS = [f"message number {number}" for number in range(40)]
 QUESTION = "{{ text.split('user\\n')[-1].split('<end>')[0] }}"
 LABELS = tuple("abcdefghijklmnopqrstuvwxyz")
 CHOICES = {"structured_outputs": {"choice": LABELS}}
-
-
-@pytest.fixture
-def processes(folder: Path) -> Iterator[Processes]:
-    made = Processes(folder)
-    yield made
-    made.close()
 
 
 def label_of(url: str, text: str) -> str:

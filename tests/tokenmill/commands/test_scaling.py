@@ -74,13 +74,6 @@ def test_given_a_root_when_autoscaled_once_then_each_pool_has_its_line(tokenmill
     assert "owner/m: 8 -> 8 workers" in again.out
 
 
-@pytest.fixture
-def processes(folder: Path) -> Iterator[Processes]:
-    made = Processes(folder)
-    yield made
-    made.close()
-
-
 def metrics_url(processes: Processes, number: int) -> str:
     """The URL of a process's metrics, from its log."""
 

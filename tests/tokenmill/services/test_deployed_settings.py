@@ -12,7 +12,7 @@ import pytest
 
 from tests.servers.moto import MotoServer
 from tests.servers.redis import RedisServer
-from tests.tokenmill.services.test_gateway import Processes
+from tests.tokenmill.command_processes import Processes
 from tests.waiting import HANG_SECONDS, wait_for
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -71,13 +70,6 @@ def test_a_worker_takes_part_in_the_roots_experiment(folder: Path, model_folder:
 
 def weight_now(url: str) -> float:
     return scrape(f"{url}/metrics").sum("tokenmill_slo_weight", term="utilisation")
-
-
-@pytest.fixture
-def processes(folder: Path) -> Iterator[Processes]:
-    made = Processes(folder)
-    yield made
-    made.close()
 
 
 @pytest.mark.exhaustive

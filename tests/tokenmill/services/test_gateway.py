@@ -27,13 +27,6 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
-def processes(folder: Path) -> Iterator[Processes]:
-    made = Processes(folder)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def receiver() -> Iterator[Receiver]:
     made = Receiver()
     yield made

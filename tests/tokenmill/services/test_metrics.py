@@ -6,7 +6,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from schemas.jobs.outcome import Usage
 from tests.cluster.cluster import NULL_WORKER
 from tests.pipeline.observability.scrapes import Scrape, scrape
 from tests.servers.redis import RedisServer
-from tests.tokenmill.services.test_gateway import CHAT, Processes, as_jsonl, ended
+from tests.tokenmill.command_processes import Processes, as_jsonl, ended
+from tests.tokenmill.services.test_gateway import CHAT
 from tests.waiting import HANG_SECONDS, wait_for
 
 pytestmark = pytest.mark.slow
@@ -54,13 +55,6 @@ SELDOM = {
 }  # fmt: skip
 """Reported only while there are samples (open jobs, drafts that could be compared, mixtures, a folder of blocks,
 GPUs), or never by a process that can't have candidates alongside it."""
-
-
-@pytest.fixture
-def processes(folder: Path) -> Iterator[Processes]:
-    made = Processes(folder)
-    yield made
-    made.close()
 
 
 def metrics_url(processes: Processes, number: int) -> str:

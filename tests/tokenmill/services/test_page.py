@@ -31,13 +31,6 @@ expect.set_options(timeout=TIMEOUT_MILLISECONDS)
 
 
 @pytest.fixture
-def processes(folder: Path) -> Iterator[Processes]:
-    processes = Processes(folder)
-    yield processes
-    processes.close()
-
-
-@pytest.fixture
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,6 @@ RULES = """
 name = "auto"
 rules = [{ model = "large", when = { prompt_tokens = { min = 40 } } }, { model = "small" }]
 """
-
-
-@pytest.fixture
-def processes(folder: Path) -> Iterator[Processes]:
-    made = Processes(folder)
-    yield made
-    made.close()
 
 
 def test_each_request_is_answered_by_the_model_that_the_rules_choose(
