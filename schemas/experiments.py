@@ -43,7 +43,7 @@ class Experiment(StoredModel):
         number: of the root's experiment, from 1.
         arms: the first one is the control that the others are compared with.
         assignment: "time": all workers have one arm in a slice, in a random order within each block of as many slices
-            as there are arms. "worker": a worker has one arm throughout, by a hash of its name.
+            as there are arms. "worker": a worker has one arm throughout, by a hash of its machine.
         slice_seconds: length of a slice; the first one begins at `started_at`.
         carry_over: share of a slice, at its start, that is not measured: requests and limits of the slice before are
             still at work.
@@ -153,11 +153,20 @@ class SliceReport(StoredReport):
 
     Attributes:
         arm: its name.
+        worker: the process's name, which is another one after a restart.
+        machine: the worker's GPU or MIG instance by its UUID, or its host if it has none; a restart does not change it.
+            "": the version that wrote it had no such field.
     """
 
     version: Literal[1] = 1
     slice: Count
     arm: ExperimentName
     worker: Annotated[str, Field(min_length=1, max_length=MAX_WORKER_NAME)]
+    machine: Annotated[str, Field(max_length=MAX_WORKER_NAME)] = ""
     model: str
     counts: SliceCounts
+
+    @property
+    def unit(self) -> str:
+        """The unit that has an arm and is a sample, by worker: the machine, so that restarts make no more samples."""
+        return self.machine or self.worker

@@ -56,6 +56,7 @@ class ExperimentSideWork:
 
     Args:
         side_work: the other one.  model: name of the model that the engine computes.  worker: this worker's name.
+        machine: see `SliceReport`.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class ExperimentSideWork:
         clock: Clock,
         registry: ExperimentRegistry,
         worker: str,
+        machine: str,
     ) -> None:
         self._side_work = side_work
         self._engine = engine
@@ -73,6 +75,7 @@ class ExperimentSideWork:
         self._clock = clock
         self._registry = registry
         self._worker = worker
+        self._machine = machine
         slo = self._engine.stats().slo
         self._own_weights = None if slo is None else slo.weights  # None: there is nothing to control
         # Shared with the thread.
@@ -160,7 +163,7 @@ class ExperimentSideWork:
                 self._end(current, now)
             if not is_same:
                 self._measured = {}
-            current = None if experiment is None else slice_at(experiment, self._worker, now)
+            current = None if experiment is None else slice_at(experiment, self._machine, now)
             self._slice, self._begun = current, None
             self._is_whole = current is not None and _is_in_time(current, current.starts_at, now)
             self._engine.set_slo_weights(own_weights if current is None else _terms(current.arm.weights))
@@ -180,7 +183,9 @@ class ExperimentSideWork:
             return
         counts, arm = _counts(begun, reading), ended.arm.name
         self._measured[arm] = self._measured.get(arm, SliceCounts()) + counts
-        report = SliceReport(slice=ended.number, arm=arm, worker=self._worker, model=self._model, counts=counts)
+        report = SliceReport(
+            slice=ended.number, arm=arm, worker=self._worker, machine=self._machine, model=self._model, counts=counts
+        )
         self._pending.append((ended.experiment, report))
 
     def _read(self, now: datetime) -> _Reading | None:

@@ -35,8 +35,9 @@ class Slice:
     ends_at: datetime
 
 
-def slice_at(experiment: Experiment, worker: str, now: datetime) -> Slice | None:
-    """The slice at this time; None: the experiment has not begun, or its last slice has ended."""
+def slice_at(experiment: Experiment, machine: str, now: datetime) -> Slice | None:
+    """The slice of this machine's workers at this time; None: the experiment has not begun, or its last slice has
+    ended."""
     number = int((now - experiment.started_at).total_seconds() // experiment.slice_seconds)
     if not 0 <= number < experiment.num_slices:
         return None
@@ -44,17 +45,17 @@ def slice_at(experiment: Experiment, worker: str, now: datetime) -> Slice | None
     return Slice(
         experiment,
         number,
-        arm_of(experiment, worker, number),
+        arm_of(experiment, machine, number),
         start,
         start + timedelta(seconds=experiment.slice_seconds * experiment.carry_over),
         start + timedelta(seconds=experiment.slice_seconds),
     )
 
 
-def arm_of(experiment: Experiment, worker: str, number: int) -> ExperimentArm:
-    """The arm of this worker in the slice with this number."""
+def arm_of(experiment: Experiment, machine: str, number: int) -> ExperimentArm:
+    """The arm of this machine's workers in the slice with this number (`SliceReport.machine`)."""
     if experiment.assignment == "worker":
-        return experiment.arms[_hash(experiment, "worker", worker) % len(experiment.arms)]
+        return experiment.arms[_hash(experiment, "worker", machine) % len(experiment.arms)]
     block, position = divmod(number, experiment.block_slices)
     order = sorted(range(len(experiment.arms)), key=lambda arm: _hash(experiment, "block", f"{block}:{arm}"))
     return experiment.arms[order[position]]

@@ -8,9 +8,10 @@ an interim test (`pipeline.sequential_test`). The samples are
 
 - by time, blocks: the difference between the arm's slice and the control's, all workers' counts summed. They are
   independent in sign by design (`pipeline.experiments.assignment`);
-- by worker, the workers: each worker's mean over the slices of its distance to the middle between the arms' means in
-  the same slice, so that the load, which all workers have in common, drops out. They must be independent of each other
-  given the load; the slices of one worker need not be, because only its mean counts.
+- by worker, the workers' machines, whose workers' counts are summed: a worker that restarts has another name, but the
+  same machine, so it is still one sample. A sample is the machine's mean over the slices of its distance to the middle
+  between the arms' means in the same slice, so that the load, which all have in common, drops out. Machines must be
+  independent of each other given the load; the slices of one machine need not be, because only its mean counts.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from pipeline.sequential_test import difference_bounds, interim_tests, mean_boun
 from schemas.experiments import Experiment, SliceCounts, SliceReport
 from schemas.releases import Bounds
 
-MIN_WORKERS: Final = 3
-"""Workers of each arm for a verdict, if workers are the samples."""
+MIN_MACHINES: Final = 3
+"""Machines of each arm for a verdict, if machines are the samples."""
 
 REPORT_SECONDS: Final = 60.0
 """Time for reports of a slice to be stored, before its block counts: a repeated test must see the same blocks."""
@@ -43,13 +44,13 @@ class ArmSummary:
     """One arm over all measured slices.
 
     Attributes:
-        slices, workers: numbers of those with reports.
+        slices, machines: numbers of those with reports.
         means: by measure, of slices; with an interval for slices that were independent of each other.
     """
 
     name: str
     slices: int
-    workers: int
+    machines: int
     counts: SliceCounts
     means: Mapping[str, Bounds | None]
 
@@ -79,7 +80,7 @@ class ArmComparison:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentComparison:
-    """All arms of an experiment. `samples`: blocks, or slices with workers of all arms, that can be compared."""
+    """All arms of an experiment. `samples`: blocks, or slices with machines of all arms, that can be compared."""
 
     samples: int
     arms: tuple[ArmSummary, ...]
@@ -113,7 +114,7 @@ def compare_arms(experiment: Experiment, reports: Iterable[SliceReport], now: da
     seconds = (now - experiment.started_at - timedelta(seconds=REPORT_SECONDS)).total_seconds()
     blocks = int(seconds // (experiment.slice_seconds * experiment.block_slices))
     closed = [report for report in reports if report.slice < blocks * experiment.block_slices]
-    samples = (_Blocks if experiment.assignment == "time" else _Workers)(experiment, closed)
+    samples = (_Blocks if experiment.assignment == "time" else _Machines)(experiment, closed)
     is_over = blocks >= experiment.max_blocks or samples.count >= experiment.max_blocks
     compared = tuple(_compare(experiment, samples, arm.name, is_over=is_over) for arm in experiment.arms[1:])
     summaries = tuple(_summary(experiment, arm.name, closed) for arm in experiment.arms)
@@ -169,15 +170,18 @@ class _Blocks:
         return mean_bounds([one[arm][measure] - one[control][measure] for one in self._blocks[:count]], error)
 
 
-class _Workers:
-    """Samples by worker, in slices in which each arm was measured."""
+class _Machines:
+    """Samples by worker: machines, in slices in which each arm was measured."""
 
     def __init__(self, experiment: Experiment, reports: Sequence[SliceReport]) -> None:
-        by_slice: defaultdict[int, dict[str, dict[str, Measures]]] = defaultdict(lambda: defaultdict(dict))
+        counts: defaultdict[tuple[int, str, str], SliceCounts] = defaultdict(SliceCounts)
         for report in reports:
-            measures = measures_of(experiment, report.counts)
+            counts[report.slice, report.arm, report.unit] += report.counts
+        by_slice: defaultdict[int, dict[str, dict[str, Measures]]] = defaultdict(lambda: defaultdict(dict))
+        for (number, arm, machine), summed in counts.items():
+            measures = measures_of(experiment, summed)
             if measures is not None:
-                by_slice[report.slice][report.arm][report.worker] = measures
+                by_slice[number][arm][machine] = measures
         whole = [arms for _, arms in sorted(by_slice.items()) if len(arms) == len(experiment.arms)]
         self._slices: list[dict[str, dict[str, Measures]]] = whole
 
@@ -186,16 +190,16 @@ class _Workers:
         return len(self._slices)
 
     def difference(self, count: int, arm: str, control: str, measure: str, error: float) -> Bounds | None:
-        """The difference between the workers' means in the first `count` slices; None: there are fewer than
-        `MIN_WORKERS` of one arm."""
+        """The difference between the machines' means in the first `count` slices; None: there are fewer than
+        `MIN_MACHINES` of one arm."""
         found: dict[str, defaultdict[str, list[float]]] = {arm: defaultdict(list), control: defaultdict(list)}
         for arms in self._slices[:count]:
-            middle = fmean(fmean(each[measure] for each in workers.values()) for workers in arms.values())
-            for name, workers in found.items():
-                for worker, measures in arms[name].items():
-                    workers[worker].append(measures[measure] - middle)
-        means = {name: [fmean(each) for each in workers.values()] for name, workers in found.items()}
-        if min(map(len, means.values())) < MIN_WORKERS:
+            middle = fmean(fmean(each[measure] for each in machines.values()) for machines in arms.values())
+            for name, machines in found.items():
+                for machine, measures in arms[name].items():
+                    machines[machine].append(measures[measure] - middle)
+        means = {name: [fmean(each) for each in machines.values()] for name, machines in found.items()}
+        if min(map(len, means.values())) < MIN_MACHINES:
             return None
         return difference_bounds(means[arm], means[control], error)
 
@@ -209,7 +213,7 @@ def _summary(experiment: Experiment, arm: str, reports: Sequence[SliceReport]) -
     return ArmSummary(
         arm,
         len(measured),
-        len({report.worker for report in own}),
+        len({report.unit for report in own}),
         sum((report.counts for report in own), SliceCounts()),
         {name: mean_bounds([one[name] for one in measured], experiment.alpha / 2) for name in MEASURES},
     )

@@ -127,7 +127,7 @@ class ExperimentRegistry:
         is_consistent = (
             key == _report_key(experiment, report.slice, report.worker)
             and report.slice < experiment.num_slices
-            and report.arm == arm_of(experiment, report.worker, report.slice).name
+            and report.arm == arm_of(experiment, report.unit, report.slice).name
             and report.counts.seconds <= 2 * experiment.slice_seconds
         )
         if not is_consistent:

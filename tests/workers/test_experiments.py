@@ -80,7 +80,9 @@ class ExperimentHarness:
             cache=CacheConfig(block_size=16, prefix_caching=False), schedule=ScheduleConfig(8, slo=slo)
         )
         self.engine = Engine.without_model(SPEC, config, 4_000, self.clock.monotonic, self._runner)
-        self.side_work = ExperimentSideWork(NoSideWork(self.clock), self.engine, model, self.clock, self.registry, "w")
+        self.side_work = ExperimentSideWork(
+            NoSideWork(self.clock), self.engine, model, self.clock, self.registry, "w", "gpu"
+        )
         self.weights: list[tuple[float, SloTerms]] = []
         self._added = 0
 
@@ -119,7 +121,7 @@ def test_arms_are_applied_slice_by_slice_and_the_own_weights_return() -> None:
     harness.run(200)
     for at, weights in harness.weights:
         number = int(at // 20)
-        arm = arm_of(experiment, "w", number).weights.utilisation if number < 8 else None
+        arm = arm_of(experiment, "gpu", number).weights.utilisation if number < 8 else None
         assert weights == (OWN_TERMS if arm is None else SloTerms(1.0, 1.0, arm, 1.0)), at
 
 
@@ -134,8 +136,8 @@ def test_what_is_reported_is_what_the_engine_counted_behind_the_carry_over() -> 
     (report,) = harness.reports(experiment)
     assert before.slo is not None
     assert after.slo is not None
-    assert (report.slice, report.worker, report.model) == (0, "w", "m")
-    assert report.arm == arm_of(experiment, "w", 0).name
+    assert (report.slice, report.worker, report.machine, report.model) == (0, "w", "gpu", "m")
+    assert report.arm == arm_of(experiment, "gpu", 0).name
     assert report.counts.seconds == 15
     assert report.counts.steps == 60 == after.slo.steps - before.slo.steps
     assert report.counts.tokens == after.generated + after.prompt - before.generated - before.prompt
@@ -235,7 +237,7 @@ def test_the_metrics_have_the_present_arm_and_the_counts_of_each_arm() -> None:
     harness.run(90.1)
     found = harness.side_work.metrics().experiment
     assert found is not None
-    assert (found.name, found.arm) == ("e", arm_of(experiment, "w", 4).name)
+    assert (found.name, found.arm) == ("e", arm_of(experiment, "gpu", 4).name)
     of_reports = {"a": SliceCounts(), "b": SliceCounts()}
     for report in harness.reports(experiment):
         of_reports[report.arm] += report.counts

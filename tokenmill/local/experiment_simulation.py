@@ -137,7 +137,7 @@ def simulate_worker(
         _SPEC, config, _BLOCKS, clock.monotonic,
         lambda rows, vocab_size: _TimedRunner(NullRunner(rows, vocab_size), clock, machine),
     )  # fmt: skip
-    side_work = ExperimentSideWork(NoSideWork(clock), engine, MODEL, clock, registry, worker)
+    side_work = ExperimentSideWork(NoSideWork(clock), engine, MODEL, clock, registry, worker, worker)
     arrivals, arrived, refresh_at = _Arrivals(machine, draw), 0, 0.0
     due = arrivals.next()
     end = (until or experiment.ends_at) + timedelta(seconds=1)

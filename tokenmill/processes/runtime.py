@@ -6,7 +6,7 @@ import gc
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -77,3 +77,9 @@ def wait_for_stop(stop: threading.Event) -> None:
 def unique_name(random: Randomness) -> str:
     """A unique name of this process: host, process id and a random suffix."""
     return f"{socket.gethostname()[:40]}-{os.getpid()}-{random.token(4).hex()}"
+
+
+def machine_name(gpu_uuids: Sequence[str]) -> str:
+    """What stays when a worker is restarted: its first GPU or MIG instance, by its UUID; without one the host's name,
+    which several workers may share. `gpu_uuids`: of the worker, see `engine.engine.gpu_uuids`."""
+    return gpu_uuids[0] if gpu_uuids else socket.gethostname()

@@ -31,7 +31,7 @@ from tokenmill.errors import ModelError
 from tokenmill.processes.logging import LogFormat, log_to_stderr
 from tokenmill.processes.model_switching import ModelRotation, RotatingShardSource
 from tokenmill.processes.replicas import ReplicaConnection, Replicas, ReplicaTask
-from tokenmill.processes.runtime import frozen_heap, unique_name
+from tokenmill.processes.runtime import frozen_heap, machine_name, unique_name
 from tokenmill.processes.signals import stop_on_signals
 from tokenmill.root import Root
 from tokenmill.services.backends import Backends
@@ -286,7 +286,8 @@ class WorkerService:
                     world.traces, handover, self._find_model,
                 ).running(stop) as lane,
                 ExperimentSideWork(
-                    lane, model.engine, model.name, world.clock, ExperimentRegistry(world.store), self._name
+                    lane, model.engine, model.name, world.clock, ExperimentRegistry(world.store), self._name,
+                    machine_name(model.gpu_uuids),
                 ).running() as side_work,
             ):  # fmt: skip
                 self._rotation.begin()

@@ -28,7 +28,7 @@ def test_the_order_in_a_block_is_drawn_and_differs_between_experiments() -> None
     assert 20 <= changes <= 44, "it neither alternates nor stays"
 
 
-def test_by_worker_an_arm_stays_and_each_has_its_share_of_workers() -> None:
+def test_by_worker_an_arm_stays_and_each_has_its_share_of_machines() -> None:
     experiment = make_experiment(assignment="worker")
     arms = {f"w{n}": {arm_of(experiment, f"w{n}", at).name for at in range(20)} for n in range(400)}
     assert all(len(names) == 1 for names in arms.values())

@@ -164,3 +164,28 @@ def test_two_workers_of_an_arm_are_too_few_for_a_verdict() -> None:
     few = [one for one in reports if one.arm == "own" or one.worker in kept]
     (found,) = compare_arms(experiment, few, after(experiment)).comparisons
     assert (found.verdict, found.differences["objective"]) == ("no difference shown", None)
+
+
+def test_a_machine_is_one_sample_however_often_its_worker_restarts() -> None:
+    experiment = make_experiment(assignment="worker", max_blocks=8)
+    steady = simulate_reports(experiment, 1, workers=WORKERS)
+    restarting = [
+        one.model_copy(
+            update={"worker": f"{one.worker}-{one.slice if one.worker == 'w0' else 0}", "machine": one.worker}
+        )
+        for one in steady
+    ]
+    assert len({one.worker for one in restarting}) == len(WORKERS) + 7
+    found = compare_arms(experiment, restarting, after(experiment))
+    assert sum(arm.machines for arm in found.arms) == len(WORKERS)
+    assert found == compare_arms(experiment, steady, after(experiment))
+
+
+def test_workers_of_one_machine_are_one_sample() -> None:
+    """Without a GPU workers of one host are: they have its load in common."""
+    experiment = make_experiment(assignment="worker", max_blocks=8)
+    single = simulate_reports(experiment, 1, workers=WORKERS)
+    double = [one.model_copy(update={"worker": name, "machine": one.worker}) for one in single for name in ("a", "b")]
+    found, same = (compare_arms(experiment, reports, after(experiment)) for reports in (double, single))
+    assert [arm.machines for arm in found.arms] == [arm.machines for arm in same.arms]
+    assert found.comparisons == same.comparisons

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
+from pipeline.experiments.assignment import arm_of
 from pipeline.experiments.registry import ExperimentError, ExperimentRegistry
 from pipeline.ledger.ledger import LedgerError
 from schemas.experiments import Experiment, ExperimentOutcome, SliceReport
@@ -122,3 +123,14 @@ def test_a_weight_that_would_overflow_is_refused() -> None:
     arms[0]["weights"]["utilisation"] = 1e5
     with pytest.raises(ValidationError, match="1000"):
         Experiment(**(make_experiment().model_dump() | {"arms": arms}))
+
+
+def test_a_restarted_worker_has_the_arm_of_its_machine(registry: ExperimentRegistry) -> None:
+    experiment = make_experiment(assignment="worker")
+    machines = {arm_of(experiment, f"gpu{n}", 0).name: f"gpu{n}" for n in range(8)}
+    (first,) = simulate_reports(experiment, 1, workers=(machines["more"],), slices=1)
+    after_restarts = [first.model_copy(update={"worker": f"w{n}", "machine": machines["more"]}) for n in range(8)]
+    on_others = [one.model_copy(update={"worker": "x", "machine": machines["own"]}) for one in after_restarts[:1]]
+    for report in after_restarts + on_others:
+        registry.report(experiment, report)
+    assert registry.reports(experiment) == after_restarts

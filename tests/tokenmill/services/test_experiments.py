@@ -102,6 +102,6 @@ def test_one_worker_computes_two_arms_by_slices_and_has_its_own_weights_again(
     shown = tokenmill("experiment", "report", *root, "--json").json()
     print(tokenmill("experiment", "report", *root).out)
     assert shown["outcome"]["by"] in ("comparison", "time")
-    assert [arm["workers"] for arm in shown["arms"]] == [1, 1]
+    assert [arm["machines"] for arm in shown["arms"]] == [1, 1]
     assert all(arm["slices"] >= 1 and arm["counts"]["first_tokens"] >= 1 for arm in shown["arms"])
     wait_for(lambda: weight_now(url) == 0.3, "an arm's weights stay")

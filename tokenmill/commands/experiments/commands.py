@@ -40,7 +40,10 @@ Arms = Annotated[
 ]
 By = Annotated[
     Literal["time", "worker"],
-    typer.Option(help="All workers change their arm with each slice of time, or each worker has one arm throughout."),
+    typer.Option(
+        help="time: all workers change their arm with each slice. worker: each worker has one arm throughout, which "
+        "follows from its GPU, or from its host if it has none."
+    ),
 ]
 SliceTime = Annotated[
     timedelta | None,

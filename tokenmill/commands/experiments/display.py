@@ -51,9 +51,9 @@ def show(experiment: Experiment, compared: ExperimentComparison) -> None:
     """Print means, differences and verdicts."""
     from pipeline.experiments.comparison import MEASURES
 
-    columns = ("arm", "slices", "workers", *(name.replace("_", " ") for name in MEASURES))
+    columns = ("arm", "slices", "machines", *(name.replace("_", " ") for name in MEASURES))
     rows: list[tuple[object, ...]] = [
-        (arm.name, arm.slices, arm.workers, *(_mean(arm.means[name]) for name in MEASURES)) for arm in compared.arms
+        (arm.name, arm.slices, arm.machines, *(_mean(arm.means[name]) for name in MEASURES)) for arm in compared.arms
     ]
     for one in compared.comparisons:
         differences = (_interval(one.differences.get(name)) for name in MEASURES)
