@@ -27,8 +27,10 @@ from pipeline.ledger.ledger import JobLedger, part_key
 from schemas.jobs.cascade_outcome import CascadeOutcome, CascadeStep
 from schemas.jobs.outcome import Manifest
 from schemas.jobs.row_selection import RowSelection
+from schemas.requests.policy_report import EXTENSION, FIELD, is_routed
 
 UNANSWERED: Final = "unanswered"
+ROUTED: Final = "routed"
 LOGPROB: Final = "min_mean_logprob"
 SAMPLED: Final = "sampled"
 """Why a row isn't final that passes all checks: the next model has answered it for the sample."""
@@ -36,7 +38,7 @@ SAMPLED: Final = "sampled"
 _CONFIDENCE_Z: Final = 1.2816
 """One-sided 90 %."""
 
-_COLUMNS: Final = ["row", "status", "error_code", "text", "finish_reason"]
+_COLUMNS: Final = ["row", "status", "error_code", "text", "finish_reason", "content_policies"]
 _BATCH_ROWS: Final = 4_096
 
 Check = Callable[[str, str | None], str | None]
@@ -97,7 +99,8 @@ def _add(found: StepAnswers, row: dict[str, Any], check: Check, *, wants_texts: 
         if row["error_code"] in LINE_REFUSALS:
             found.refused += 1
         else:
-            found.rejected[number] = UNANSWERED
+            report = orjson.loads(row["content_policies"] or "{}")
+            found.rejected[number] = ROUTED if is_routed({EXTENSION: {FIELD: report}}) else UNANSWERED
         return
     text = row["text"] or ""
     failed = check(text, row["finish_reason"])

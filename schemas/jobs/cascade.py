@@ -18,7 +18,7 @@ Length = Annotated[int, Field(ge=0)]
 
 
 class Acceptance(StoredModel):
-    """What an answer must be to be accepted, all of it. A row without an answer is never accepted.
+    """What an answer must be to be accepted, all of it; by default any answer is. A row without one never is.
 
     Attributes:
         json_schema: of the text, which must be JSON.
@@ -48,9 +48,7 @@ class Acceptance(StoredModel):
         return schema
 
     @model_validator(mode="after")
-    def _asks_for_something(self) -> Acceptance:
-        if all(value is None for name, value in self if name != "sample_rows"):
-            raise ValueError("accepts everything; give json_schema, pattern, a length or a log-probability")
+    def _has_no_contradiction(self) -> Acceptance:
         if self.agreement is not None and self.min_mean_logprob is not None:
             raise ValueError("min_mean_logprob is what agreement chooses; give one of them")
         if self.min_chars is not None and self.max_chars is not None and self.min_chars > self.max_chars:

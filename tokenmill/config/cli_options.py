@@ -339,7 +339,7 @@ Then = Annotated[
         "--then",
         metavar="MODEL",
         help="The next model of a cascade, as NAME=MODEL: it answers the rows that --accept does not accept. May be "
-        "repeated, the smallest model first.",
+        "repeated, the smallest model first. Rows that a content policy routes go on, too.",
     ),
 ]
 Accept = Annotated[

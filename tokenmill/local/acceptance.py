@@ -25,12 +25,15 @@ def read_acceptance(path: Path | None, agreement: float | None, sample_rows: int
     }
     if path is None:
         try:
-            return Acceptance.model_validate(given)
+            accept = Acceptance.model_validate(given)
         except ValidationError as error:
             reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-            raise UserError(f"--accept or --agreement: {reason}") from None
-    accept = read_document(path, Acceptance, given)
-    make_check(accept)
+            raise UserError(f"--agreement or --sample: {reason}") from None
+    else:
+        accept = read_document(path, Acceptance, given)
+        make_check(accept)
+    if sample_rows is not None and accept.agreement is None:
+        raise UserError("--sample: needs --agreement, for which the sample is answered")
     return accept
 
 

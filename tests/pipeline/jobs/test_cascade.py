@@ -158,8 +158,7 @@ def test_the_saving_is_that_against_the_last_model_for_all_rows() -> None:
 @pytest.mark.parametrize(
     ("accept", "why"),
     [
-        ({}, "accepts everything"),
-        ({"sample_rows": 100}, "accepts everything"),
+        ({"sample_rows": 5}, "greater than or equal to 20"),
         ({"agreement": 0.9, "min_mean_logprob": -1.0}, "give one of them"),
         ({"min_chars": 5, "max_chars": 4}, "above max_chars"),
         ({"min_mean_logprob": 0.5}, "less than or equal to 0"),

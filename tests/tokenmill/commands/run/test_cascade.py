@@ -133,13 +133,44 @@ def test_the_threshold_is_chosen_by_a_sample_of_the_larger_models_answers(
     assert sum(step.accepted for step in outcome.steps) == 60
 
 
+@pytest.mark.slow
+def test_rows_that_a_policy_routes_get_the_next_models_answer(
+    tokenmill: Any, folder: Path, model_folder: Path, large: Path, chat: Any, write_lines: Callable[..., Path]
+) -> None:
+    # Given a policy that routes one prompt to the next model, and refuses another,
+    (folder / "policy.toml").write_text(
+        """[[rule]]
+name = "medical"
+action = "route"
+model = "large"
+keywords = ["dosage"]
+[[rule]]
+name = "secrets"
+keywords = ["falcon"]
+"""
+    )
+    path = write_lines(chat("plain", max_tokens=3), chat("routed", "the dosage"), chat("refused", "the falcon"))
+    command = ("run", path, "--model", f"tiny={model_folder}", "--then", f"large={large}", "--output", "out")
+    # when it runs without checks of answers,
+    done = tokenmill(*command, "--content-policy", "rules:policy.toml", *ENGINE, "--json")
+    # then the routed row has the next model's answer with the verdict, and the refused one none.
+    assert done.code == 0, done.err
+    merged = read(folder / "out" / "cascade" / "merged.parquet")
+    assert {name: (row["status"], row["served_by"]) for name, row in merged.items()} == {
+        "plain": ("succeeded", "tiny"), "routed": ("succeeded", "large"), "refused": ("failed", "large"),
+    }  # fmt: skip
+    (verdict,) = json.loads(merged["routed"]["content_policies"])["verdicts"]
+    assert (verdict["rule"], verdict["action"], verdict["model"]) == ("medical", "route", "large")
+    assert done.json()["steps"][0]["rejected"] == {"routed": 1, "unanswered": 1}
+
+
 def test_options_that_do_not_fit_are_refused(tokenmill: Any, folder: Path, model_folder: Path, chat: Any) -> None:
     (folder / "in.jsonl").write_text(json.dumps(chat("a")) + "\n")
     (folder / "accept.toml").write_text("max_chars = 3\n")
     command = ("run", "in.jsonl", "--model", f"tiny={model_folder}", "--output", "out")
     then = ("--then", f"large={model_folder}")
     assert "needs --then" in tokenmill(*command, "--accept", "accept.toml").err
-    assert "accepts everything" in tokenmill(*command, *then).error
+    assert "--sample: needs --agreement" in tokenmill(*command, *then, "--sample", 40).error
     assert "other names" in tokenmill(*command, "--then", f"tiny={model_folder}", "--accept", "accept.toml").error
     assert "several" in tokenmill(*command, *then, "--accept", "accept.toml", "--deadline", "6h").error
     (folder / "accept.toml").write_text("agreement = 0.9\nmax_chars = 3\n")
