@@ -1,14 +1,14 @@
 """The HTTP client of a guard model's server: tokenmill's gateway, or another OpenAI-compatible server.
 
-A call ends within its time-out, whatever the server does, and a server that doesn't answer is left alone for a moment:
-texts fail at once then, instead of each waiting for its own time-out.
+A call ends within its time-out, whatever the server does. A server that can't be reached is left alone for a moment:
+texts fail at once then, instead of each waiting for its own time-out. So do a tenant's texts when the last ones took
+too long, and only this tenant's.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
@@ -16,11 +16,13 @@ import httpx2
 import orjson
 
 from workers.errors import WorkerError
+from workers.policies.guard_admission import CircuitBreaker, TenantBreakers, TenantSlots
 
 _MAX_ANSWER_BYTES: Final = 4 << 20
-FAILURES_UNTIL_DOWN: Final = 3
-RETRY_SECONDS: Final = 1.0
-"""A server that failed `FAILURES_UNTIL_DOWN` times in a row is asked once in this time."""
+_AWAY: Final = (404, 429, 502, 503)
+"""Statuses of a server that doesn't serve the guard at present, whatever the text."""
+
+_TIMED_OUT: Final = (408, 504)
 
 
 class GuardFailed(WorkerError):
@@ -43,37 +45,6 @@ class GuardAnswerInvalid(GuardFailed):
     """Raised when the guard's answer is none of its labels, or no answer at all."""
 
 
-class CircuitBreaker:
-    """Decides whether a server is asked. Thread-safe.
-
-    Args:
-        now: a monotonic clock (seconds).
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._lock = threading.Lock()
-        self._failures = 0
-        self._next_try = 0.0
-
-    def admits(self) -> bool:
-        """Whether the server may be asked now."""
-        with self._lock:
-            if self._failures < FAILURES_UNTIL_DOWN:
-                return True
-            if (now := self._now()) < self._next_try:
-                return False
-            self._next_try = now + RETRY_SECONDS
-            return True
-
-    def record(self, answered: bool) -> None:
-        """Record whether the server answered."""
-        with self._lock:
-            self._failures = 0 if answered else self._failures + 1
-            if not answered:
-                self._next_try = self._now() + RETRY_SECONDS
-
-
 class GuardServer:
     """The server of a guard model. Thread-safe.
 
@@ -87,23 +58,37 @@ class GuardServer:
         limits = httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         # Proxies of the environment are not for a server of the installation.
         self._client = httpx2.Client(base_url=url, headers=headers, limits=limits, trust_env=False)
-        self._slots = threading.BoundedSemaphore(concurrency)
+        self._slots = TenantSlots(concurrency)
         self._breaker = CircuitBreaker()
+        self._tenants = TenantBreakers()
 
-    def call(self, method: str, path: str, body: dict[str, Any] | None, timeout_seconds: float) -> dict[str, Any]:
-        """The JSON object that the server answers with. Raises `GuardFailed`."""
-        deadline = time.monotonic() + timeout_seconds
+    def call(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout_seconds: float, tenant: str | None = None
+    ) -> dict[str, Any]:
+        """The JSON object that the server answers with. `tenant`: whose text it is; None: nobody's. Raises
+        `GuardFailed`."""
+        if tenant is not None and not self._tenants.of(tenant).admits():
+            raise GuardUnavailable("the guard's server did not answer the tenant's last requests")
         if not self._breaker.admits():
             raise GuardUnavailable("the guard's server did not answer its last requests")
-        if not self._slots.acquire(timeout=timeout_seconds):
+        began = time.monotonic()
+        deadline = began + timeout_seconds
+        if not self._slots.acquire(tenant, timeout_seconds):
             raise GuardTimeout("too many texts waited for the guard")
         try:
-            status, data = self._send_in_time(method, path, body, deadline)
-        except GuardFailed:
-            self._breaker.record(False)
+            status, data = self._send_in_time(method, path, body, deadline, tenant)
+        except GuardUnavailable:
+            self._breaker.record(False, began)
             raise
-        self._breaker.record(status < 500 and status != 429)
-        if status >= 500 or status == 429:
+        except GuardFailed:
+            self._record_text(tenant, False, began)
+            raise
+        self._breaker.record(status not in _AWAY, began)
+        if status not in _AWAY:
+            self._record_text(tenant, status < 500 and status not in _TIMED_OUT, began)
+        if status in _TIMED_OUT:
+            raise GuardTimeout(f"the guard's server answered with status {status}")
+        if status >= 500 or status in _AWAY:
             raise GuardUnavailable(f"the guard's server answered with status {status}")
         if status != 200:
             raise GuardRejected(f"the guard's server answered with status {status}")
@@ -115,7 +100,13 @@ class GuardServer:
             raise GuardAnswerInvalid("the guard's answer is no JSON object")
         return answer
 
-    def _send_in_time(self, method: str, path: str, body: dict[str, Any] | None, deadline: float) -> tuple[int, bytes]:
+    def _record_text(self, tenant: str | None, answered: bool, began: float) -> None:
+        if tenant is not None:
+            self._tenants.of(tenant).record(answered, began)
+
+    def _send_in_time(
+        self, method: str, path: str, body: dict[str, Any] | None, deadline: float, tenant: str | None
+    ) -> tuple[int, bytes]:
         """As `_send`, on a thread of its own: the client's time-out is of each socket operation alone, and a server may
         send a header for ever. Such a thread keeps its slot."""
         answer: SimpleQueue[tuple[int, bytes] | Exception] = SimpleQueue()
@@ -126,7 +117,7 @@ class GuardServer:
             except Exception as error:  # noqa: BLE001 - raised by the waiting thread
                 answer.put(error)
             finally:
-                self._slots.release()
+                self._slots.release(tenant)
 
         threading.Thread(target=send, name="guard", daemon=True).start()
         try:

@@ -125,7 +125,7 @@ class GuardModel:
                 self._cache.move_to_end(key)
                 return known
         try:
-            labelled = self._ask(text)
+            labelled = self._ask(text, tenant)
         except GuardFailed as error:
             if self._file.on_failure == "closed":
                 raise
@@ -144,19 +144,19 @@ class GuardModel:
             return ALLOWED
         return PolicyVerdict(label.action, label.name, label.model or "")
 
-    def _ask(self, text: str) -> _Labelled:
+    def _ask(self, text: str, tenant: str) -> _Labelled:
         """The guard's label for a text. Raises `GuardFailed`."""
         file, question = self._file, self._template.render(text=text)
         body: dict[str, Any] = {"model": self._model}
         if file.kind == "classifier":
             body |= {"input": question}
-            return self._read(_classified, self._server.call("POST", CLASSIFY_URL, body, file.timeout_seconds))
+            return self._read(_classified, self._server.call("POST", CLASSIFY_URL, body, file.timeout_seconds, tenant))
         body |= {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": file.max_tokens}
         if file.constrain:
             body |= {"structured_outputs": {"choice": list(self._labels)}}
         if file.needs_probabilities:
             body |= {"logprobs": True}
-        return self._read(_chatted, self._server.call("POST", CHAT_URL, body, file.timeout_seconds))
+        return self._read(_chatted, self._server.call("POST", CHAT_URL, body, file.timeout_seconds, tenant))
 
     def _read(self, read: Callable[[Mapping[str, Any]], _Labelled], answer: Mapping[str, Any]) -> _Labelled:
         """The answer's label, as the file spells it. Raises `GuardAnswerInvalid`."""

@@ -26,8 +26,8 @@ class ScriptedGuard:
         status: of all responses to questions.
         models: the list of models.
         raw: the body of all responses to questions; None: an answer by the labels.
-        hang: while it is set, questions get no answer.  drips: their "headers" or "body" come a byte now and
-            then, and never end.
+        hang: while it is set, questions get no answer.  slow: the same for questions with this word.  drips: their
+            "headers" or "body" come a byte now and then, and never end.
         asked: bodies of questions.  most: questions at a time.
     """
 
@@ -38,6 +38,7 @@ class ScriptedGuard:
     models: Any = field(default_factory=lambda: [{"id": "guard", "created": 1, "tokenmill": {"digest": DIGEST}}])
     raw: bytes | None = None
     hang: bool = False
+    slow: str = ""
     drips: str = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
     most: int = 0
@@ -55,13 +56,13 @@ class ScriptedGuard:
             self.most = max(self.most, self._open)
             self._lock.notify_all()
             self._lock.wait_for(lambda: self.most >= self.together, HANG_SECONDS)
-        if self.hang:
+        text = body["input"] if path == "/v1/classify" else body["messages"][0]["content"]
+        if self.hang or (self.slow and self.slow in text):
             self.released.wait(HANG_SECONDS)
         with self._lock:
             self._open -= 1
         if self.raw is not None:
             return self.raw
-        text = body["input"] if path == "/v1/classify" else body["messages"][0]["content"]
         label = next((label for word, label in self.labels.items() if word in text), self.default)
         usage = {"prompt_tokens": len(text), "completion_tokens": 2}
         if path == "/v1/classify":

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from schemas.requests.errors import RowError, RowErrorCode
+from tests.waiting import wait_for
 from tests.workers.policies.scripted_guard import DIGEST, ScriptedGuard, serving_guard
+from workers.policies.guard_admission import FAILURES_UNTIL_DOWN, RETRY_SECONDS, CircuitBreaker
 from workers.policies.guard_file import GuardFileError, read_guard_file
-from workers.policies.guard_http import FAILURES_UNTIL_DOWN, RETRY_SECONDS, CircuitBreaker
 from workers.policies.guard_model import GuardModel, _label_of
 from workers.policies.loader import load_policies
 from workers.policies.policy import ALLOWED, Answer, JudgedText, PolicyVerdict, Prompt
@@ -61,8 +62,8 @@ def make(server: ScriptedGuard, tmp_path: Path) -> Make:
     return lambda **fields: GuardModel(write(tmp_path, fields.pop("url", server.url), **fields))
 
 
-def before(policy: GuardModel, *texts: str, url: str = ABOUT.url, model: str = ABOUT.model) -> PolicyVerdict:
-    return policy.before(Prompt(ABOUT._replace(url=url, model=model), texts))
+def before(policy: GuardModel, *texts: str, **about: str) -> PolicyVerdict:
+    return policy.before(Prompt(ABOUT._replace(**about), texts))
 
 
 def action(policy: GuardModel, text: str) -> str | None:
@@ -185,10 +186,10 @@ def test_an_answer_without_text_is_no_label(make: Make, server: ScriptedGuard) -
     assert fail(policy) == "GuardAnswerInvalid"
 
 
-def fail(policy: GuardModel, text: str = "hello") -> str:
+def fail(policy: GuardModel, text: str = "hello", **about: str) -> str:
     """The failure of a policy that fails closed."""
     with pytest.raises(Exception, match="guard") as failed:
-        before(policy, text)
+        before(policy, text, **about)
     return type(failed.value).__name__
 
 
@@ -225,7 +226,7 @@ def test_given_a_server_that_fails_then_the_text_passes_with_a_flag_or_fails_as_
 def test_given_a_stopped_server_then_all_texts_fail_at_once_and_pass_again_when_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.policies.guard_http.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("workers.policies.guard_admission.RETRY_SECONDS", 0.0)
     with serving_guard() as server:
         policy = GuardModel(write(tmp_path, server.url, cached_texts=0))
         assert action(policy, "hello") is None
@@ -245,16 +246,68 @@ def test_given_a_server_that_hangs_then_it_is_left_alone_after_a_few_texts(make:
     assert len(server.asked) < len(kinds)
 
 
+def test_given_a_tenants_texts_that_take_too_long_then_only_its_own_texts_fail_at_once(
+    make: Make, server: ScriptedGuard
+) -> None:
+    policy = make(concurrency=2)
+    limit_time(policy, 0.1)
+    server.slow = "long"
+    kinds = [fail(policy, f"long {number}", tenant="a") for number in range(FAILURES_UNTIL_DOWN + 20)]
+    assert "GuardUnavailable" in kinds
+    limit_time(policy, 60)
+    assert action(policy, "a bomb") == "refuse", "another tenant's text is judged"
+
+
+@pytest.mark.parametrize("status", [408, 500, 504])
+def test_given_errors_that_a_text_may_cause_then_another_tenants_texts_are_judged(
+    make: Make, server: ScriptedGuard, status: int
+) -> None:
+    policy = make()
+    server.status = status
+    for number in range(FAILURES_UNTIL_DOWN + 1):
+        fail(policy, f"text {number}", tenant="a")
+    server.status = 200
+    assert action(policy, "a bomb") == "refuse"
+
+
+def test_given_a_server_that_reports_that_it_can_not_answer_then_it_is_left_alone_for_all_tenants(
+    make: Make, server: ScriptedGuard
+) -> None:
+    policy = make()
+    server.status = 503
+    for number in range(FAILURES_UNTIL_DOWN):
+        fail(policy, f"text {number}", tenant="a")
+    assert fail(policy, tenant="b") == "GuardUnavailable"
+    assert len(server.asked) == FAILURES_UNTIL_DOWN
+
+
+def test_given_a_tenant_that_holds_the_connections_then_one_is_left_to_another(
+    make: Make, server: ScriptedGuard
+) -> None:
+    policy = make(concurrency=3, timeout_seconds=60)
+    assert {action(policy, "hello"), before(policy, "hello", tenant="b").action} == {None}
+    server.slow = "long"
+    with ThreadPoolExecutor(4) as pool:
+        slow = [pool.submit(before, policy, f"long {number}", tenant="b") for number in range(4)]
+        wait_for(lambda: len(server.asked) >= 4, "the guard is not asked")
+        assert action(policy, "a bomb") == "refuse"
+        assert len(server.asked) == 5, "two of four slow texts, and three others"
+        server.released.set()
+        assert [one.result().action for one in slow] == [None] * 4
+
+
 def test_given_failures_then_the_breaker_admits_one_call_in_a_while_until_one_is_answered() -> None:
     now = [0.0]
     breaker = CircuitBreaker(lambda: now[0])
     for _ in range(FAILURES_UNTIL_DOWN):
         assert breaker.admits()
-        breaker.record(False)
+        breaker.record(False, now[0])
     assert not breaker.admits()
     now[0] += RETRY_SECONDS
     assert [breaker.admits() for _ in range(3)] == [True, False, False]
-    breaker.record(True)
+    breaker.record(True, now[0])
+    for _ in range(FAILURES_UNTIL_DOWN):
+        breaker.record(False, now[0] - 1)  # it was sent before the answer came
     assert [breaker.admits() for _ in range(3)] == [True] * 3
 
 
