@@ -92,7 +92,8 @@ def test_given_a_guard_that_hangs_then_each_request_ends_as_the_file_says(
     policies = load(apply=side, on_failure=how, timeout_seconds=2.0, labels=ANSWERS)
     server.hang = True
     with serving_worker(kit, model, policies) as send, ThreadPoolExecutor(6) as pool:
-        ends = [events[-1] for events in pool.map(lambda number: send(kit.chat(f"r{number}", max_tokens=2)), range(6))]
+        bodies = [forced_chat(kit, f"answer {number}") for number in range(6)]  # one without text isn't judged
+        ends = [events[-1] for events in pool.map(send, bodies)]
     for end in ends:
         if how == "open":
             assert isinstance(end, EndEvent)
