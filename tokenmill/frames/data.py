@@ -9,13 +9,15 @@ from __future__ import annotations
 import glob
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import pyarrow as pa
 
+from pipeline.ports import PipelineError
 from tokenmill.errors import InvalidCall
+from tokenmill.frames.files import READERS
 
 BATCH_ROWS: Final = 1_000
 
@@ -230,48 +232,26 @@ def _enums(table: pa.Table) -> dict[str, list[str]]:
 
 def _read_files(given: str) -> pa.Table:
     """The files of one format at a path or glob, in the order of their names, as one table."""
+    if "://" in given:
+        raise InvalidCall(f"data: {given}: must be a path on this machine; fetch the table first")
     path = os.path.expanduser(given)
     is_pattern = glob.has_magic(path) and not os.path.exists(path)
     paths = sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
     if not paths:
         raise InvalidCall(f"data: no file matches {given}")
     formats = {Path(path).suffix.lower() for path in paths}
-    if len(formats) > 1 or not formats <= _READERS.keys():
+    if len(formats) > 1 or not formats <= READERS.keys():
         hint = f"; give {given.rstrip('/')}/*.parquet" if Path(given).is_dir() else ""
-        raise InvalidCall(f"data: {given}: must be files of one format: {', '.join(_READERS)}{hint}")
-    read = _READERS[formats.pop()]
-    tables = []
+        raise InvalidCall(f"data: {given}: must be files of one format: {', '.join(READERS)}{hint}")
+    read = READERS[formats.pop()]
+    tables: list[pa.Table] = []
     for path in paths:
         try:
-            tables.append(read(path))
+            tables.append(read(path, sum(table.nbytes for table in tables)))
         except (OSError, pa.ArrowException) as error:
             raise InvalidCall(f"data: {path}: can't be read: {error}") from error
+        except PipelineError as error:
+            raise InvalidCall(f"data: {error}") from error
         if tables[-1].schema != tables[0].schema:
             raise InvalidCall(f"data: {path}: has other columns or types than {paths[0]}; read the files yourself")
     return pa.concat_tables(tables)
-
-
-def _read_parquet(path: str) -> pa.Table:
-    import pyarrow.parquet as pq
-
-    return pq.ParquetFile(path).read()
-
-
-def _read_csv(path: str) -> pa.Table:
-    from pyarrow import csv
-
-    return csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True))
-
-
-def _read_jsonl(path: str) -> pa.Table:
-    from pyarrow import json
-
-    return json.read_json(path)
-
-
-_READERS: Final[dict[str, Callable[[str], pa.Table]]] = {
-    ".parquet": _read_parquet,
-    ".csv": _read_csv,
-    ".jsonl": _read_jsonl,
-    ".ndjson": _read_jsonl,
-}

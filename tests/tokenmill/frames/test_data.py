@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,9 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.planner.readers import expansion
 from tokenmill.errors import InvalidCall
+from tokenmill.frames import files
 from tokenmill.frames.data import open_frame
 
 ROWS: list[dict[str, Any]] = [
@@ -145,14 +148,25 @@ def test_given_unusable_data_when_opened_then_the_message_says_what_to_do(tmp_pa
     (tmp_path / "a.csv").write_text("x\n1\n")
     (tmp_path / "b.csv").write_text("y\n1\n")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    (tmp_path / "nested.jsonl").write_text('{"a": 1}\n{"a": ' + "[" * 300_000 + "]" * 300_000 + "}\n")
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    (tmp_path / "latin.csv").write_bytes(b"x\n\xff\n")
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "zero.parquet").symlink_to("/dev/zero")
     cases = {
         "call .collect() first": pl.LazyFrame({"a": [1]}),
         "is a set": {1},
         "row 1 is a str": [{}, "a"],
-        "no file matches": f"{tmp_path}/*.jsonl",
+        "no file matches": f"{tmp_path}/*.ndjson",
         "b.csv: has other columns": f"{tmp_path}/*.csv",
-        "broken.parquet: can't be read": tmp_path / "broken.parquet",
+        "broken.parquet is not a Parquet file": tmp_path / "broken.parquet",
         "missing.csv: can't be read": tmp_path / "missing.csv",
+        "nested.jsonl: line 2: the line nests brackets deeper than 64": tmp_path / "nested.jsonl",
+        "list.jsonl: line 1: must be a JSON object": tmp_path / "list.jsonl",
+        "latin.csv: the column x is not UTF-8": tmp_path / "latin.csv",
+        "pipe.csv: is no regular file": tmp_path / "pipe.csv",
+        "zero.parquet: is no regular file": tmp_path / "zero.parquet",
+        "must be a path on this machine": "https://host/a.csv",
         "must be files of one format": f"{tmp_path}/*",
         "/*.parquet": str(tmp_path),
     }
@@ -160,6 +174,35 @@ def test_given_unusable_data_when_opened_then_the_message_says_what_to_do(tmp_pa
         with pytest.raises(InvalidCall) as raised:
             open_frame(data)
         assert message in str(raised.value)
+
+
+def test_given_parquet_that_decodes_to_too_much_when_opened_then_it_is_refused_before_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(pa.table({"a": ["x" * 10_000] * 4_000}), tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes())
+    assert (tmp_path / "a.parquet").stat().st_size < 1_000
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    monkeypatch.setattr(files, "MAX_MEMORY_SHARE", 60_000_000 / memory)
+    assert len(open_frame(tmp_path / "a.parquet")) == 4_000
+    with pytest.raises(InvalidCall, match=r"b\.parquet: decodes to more than half of this machine's memory"):
+        open_frame(f"{tmp_path}/*.parquet")
+    monkeypatch.setattr(expansion, "ALWAYS_DECODED_BYTES", 1 << 20)
+    with pytest.raises(InvalidCall, match="decode to more than"):
+        open_frame(tmp_path / "a.parquet")
+
+
+def test_given_parquet_when_read_then_its_types_and_metadata_are_those_that_arrow_reads(tmp_path: Path) -> None:
+    views = pa.array(["a", None, "b"], pa.string_view())
+    table = TABLE.append_column("views", views).replace_schema_metadata({"a": "b"})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+
+    found = open_frame(tmp_path / "a.parquet").with_columns(pa.table({}))
+
+    assert found.schema.equals(pq.ParquetFile(tmp_path / "a.parquet").read().schema, check_metadata=True)
+    assert found.to_pylist() == table.to_pylist()
+    assert found.schema.field("grade").type == pa.dictionary(pa.int32(), pa.string())
 
 
 @pytest.mark.slow
