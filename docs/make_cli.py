@@ -21,6 +21,8 @@ done, failed rows included; 1 the job could not run; 2 wrong usage; 130 interrup
 **Input.** INPUT is JSONL, or a table in Parquet, Arrow or CSV ([input files](input-files.md)). A folder stands for its
 files, all of one format.
 
+With `run --prompt` it is any [table](tables.md#on-the-command-line), and its rows become requests.
+
 **Models.** With several `--model` each row names its model (rows of a table in `body`). One model is loaded at a time.
 
 **Deadline and cancel.** `run --deadline 6h` counts from the creation of the job; the same command keeps that deadline,

@@ -137,15 +137,7 @@ def estimate(
     if not hardware and (tensor_parallel, replicas, context) != (1, 1, None):
         raise typer.BadParameter("--tensor-parallel, --replicas and --context are those of --hardware; give it too")
     settings = read_settings()
-    wanted = job_options.job_settings(
-        settings,
-        tier="standard",
-        seed=0,
-        on_invalid="row",
-        limit=limit,
-        max_output_tokens=None,
-        truncate_prompt=truncate_prompt,
-    )
+    wanted = job_options.job_settings(settings, limit=limit, truncate_prompt=truncate_prompt)
     inputs = job_options.read_input(input_)
     chosen = job_options.choose_model(job_options.only_model(model), settings.model_cache)
     options = engine_options(

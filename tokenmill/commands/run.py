@@ -15,6 +15,7 @@ from tokenmill.config.cli_options import (
     Deadline,
     Debug,
     DeviceOption,
+    DryRunOption,
     DTypeOption,
     EngineOption,
     EngineOptionValues,
@@ -35,16 +36,20 @@ from tokenmill.config.cli_options import (
     MicroBatches,
     Models,
     OnInvalid,
+    OutputColumn,
+    OutputSchema,
     OutputTo,
     PipelineParallel,
     PricePerHour,
-    PromptSide,
     QuantizeOption,
     ReasoningParser,
     Replicas,
     SampleRows,
+    SamplingValues,
     ScoreTokens,
     SpeculateOption,
+    TablePrompt,
+    TableSystem,
     TensorParallel,
     Then,
     ThinkingTokenBudget,
@@ -55,12 +60,10 @@ from tokenmill.config.cli_options import (
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
-    from datetime import timedelta
-
     from tokenmill.config.engine_options import EngineOptions
+    from tokenmill.frames.job import TableEstimate
     from tokenmill.local.cascade import CascadePlan
     from tokenmill.local.run_plan import RunPlan
-    from workers.text.chat_options import ChatOptions
 
 
 def run(
@@ -108,6 +111,12 @@ def run(
     accept: Accept = None,
     agreement: Agreement = None,
     sample_rows: SampleRows = None,
+    prompt: TablePrompt = None,
+    system: TableSystem = None,
+    output_schema: OutputSchema = None,
+    output_column: OutputColumn = None,
+    sampling: SamplingValues = None,
+    dry_run: DryRunOption = False,
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
@@ -118,13 +127,27 @@ def run(
 
     With --then it is a cascade: rows whose answers --accept doesn't accept are answered by the next model, in
     OUT/cascade. OUT/cascade/merged.parquet has the final answers.
+
+    With --prompt INPUT is a table without requests: each row becomes one. OUT/table.parquet is the table, in its order,
+    with typed columns of answers.
     """
+    from schemas.jobs.job import Tier as JobTier
     from tokenmill.config import job_options
     from tokenmill.config.engine_options import engine_options
     from tokenmill.local.execute import execute, execute_cascade
     from tokenmill.local.pricing import check_limit, price_of_worker
+    from tokenmill.local.run_plan import make_plan
 
-    settings = read_settings()
+    if prompt is None and (system or output_schema or output_column is not None or sampling or dry_run):
+        raise typer.BadParameter(
+            "--system, --output-schema, --output-column, --sampling and --dry-run are those of --prompt; give it too "
+            "('tokenmill estimate' estimates a file of requests)"
+        )
+    if prompt is not None and then is not None:
+        raise typer.BadParameter("takes no cascade (--then)", param_hint="--prompt")
+    if dry_run and chat_template is not None:
+        raise typer.BadParameter("takes no other --chat-template", param_hint="--dry-run")
+    settings, out = read_settings(), out.expanduser()
     engine = engine_options(
         settings, dtype=dtype, device=device, threads=threads, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory=kv_cache_memory,
@@ -136,19 +159,45 @@ def run(
         engine_option=engine_option, generation_config=generation_config,
     )  # fmt: skip
     chat = job_options.chat_options(chat_template, reasoning_parser, thinking_token_budget, score_tokens)
-    plan = _plan(
-        input_, model, out, tier, engine, chat,
-        on_invalid=on_invalid, fresh=fresh, limit=limit, seed=seed, max_output_tokens=max_output_tokens,
-        price_per_hour=price_of_worker(settings, price_per_hour), deadline=deadline, max_cost=max_cost,
-        content_policy=content_policy, truncate_prompt=truncate_prompt,
+    wanted = job_options.job_settings(
+        settings, tier=tier, seed=seed, on_invalid=on_invalid, limit=limit if prompt is None else None,
+        max_output_tokens=max_output_tokens, truncate_prompt=truncate_prompt,
+    )  # fmt: skip
+    table = None
+    if prompt is not None:
+        from tokenmill.frames.table_run import TableOptions, TableRun
+
+        options = TableOptions(prompt, system, output_schema, output_column, sampling or (), limit)
+        table = TableRun(input_, job_options.only_model(model), options, wanted, engine)
+        if dry_run:
+            _show_estimate(table.estimate(price_per_hour), as_json=as_json)
+            return
+        input_ = str(table.write_requests(out, fresh=fresh))
+    plan = make_plan(
+        input_, model, out, wanted, engine, chat,
+        tier=JobTier(tier), fresh=fresh, price_per_hour=price_of_worker(settings, price_per_hour), deadline=deadline,
+        max_cost=max_cost, content_policy=content_policy,
     )  # fmt: skip
     check_limit(plan)
     if then is None:
         if accept is not None or agreement is not None or sample_rows is not None:
             raise typer.BadParameter("needs --then, the model of the next step", param_hint="--accept")
         execute(plan, as_json=as_json)
+        if table is not None:
+            table.write_table(out)
         return
     execute_cascade(_cascade(plan, then, accept, agreement, sample_rows, engine), as_json=as_json)
+
+
+def _show_estimate(estimate: TableEstimate, *, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from tokenmill import output
+
+    if as_json:
+        output.print_json(asdict(estimate))
+    else:
+        output.stdout().print(str(estimate), markup=False)
 
 
 def _cascade(
@@ -182,62 +231,3 @@ def _cascade(
         reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
         raise UserError(f"--then: {reason}") from None
     return CascadePlan(first, later, accepted)
-
-
-def _plan(
-    input_: str,
-    model: list[str],
-    out: Path,
-    tier: Tier,
-    engine: EngineOptions,
-    chat: ChatOptions,
-    *,
-    on_invalid: OnInvalid,
-    fresh: bool,
-    limit: int | None,
-    seed: int,
-    max_output_tokens: int | None,
-    price_per_hour: float | None,
-    deadline: timedelta | None,
-    max_cost: float | None,
-    content_policy: list[str] | None,
-    truncate_prompt: PromptSide | None,
-) -> RunPlan:
-    """Validate the options and build the run's plan, before a job is created. Cheap checks come first."""
-    from schemas.jobs.job import Tier as JobTier
-    from tokenmill.config import job_options
-    from tokenmill.config.engine_choice import choose_engines
-    from tokenmill.local.run_plan import RunPlan
-    from workers.settings import WorkerSettings
-
-    settings = read_settings()
-    wanted = job_options.job_settings(
-        settings,
-        tier=tier,
-        seed=seed,
-        on_invalid=on_invalid,
-        limit=limit,
-        max_output_tokens=max_output_tokens,
-        truncate_prompt=truncate_prompt,
-    )
-    policies = job_options.content_policies(content_policy, settings)
-    inputs = job_options.read_input(input_, None if fresh else out.expanduser())
-    models = choose_engines(job_options.choose_models(model, settings.model_cache), engine)
-    return RunPlan(
-        inputs=inputs,
-        models=models,
-        output=out.expanduser(),
-        tier=JobTier(tier),
-        settings=wanted.model_copy(update={"content_policies": policies.fingerprint}),
-        engine=engine,
-        chat=chat,
-        fresh=fresh,
-        price_per_hour=price_per_hour,
-        worker=WorkerSettings(
-            request_timeout_seconds=settings.request_timeout_seconds,
-            checkpoint_seconds=settings.checkpoint_seconds,
-            policies=policies,
-        ),
-        deadline=deadline,
-        max_cost=max_cost,
-    )

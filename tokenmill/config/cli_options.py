@@ -358,6 +358,48 @@ Agreement = Annotated[
 SampleRows = Annotated[
     int | None, typer.Option("--sample", min=20, max=10_000, metavar="ROWS", help="Rows of that sample. Default: 200.")
 ]
+
+# Of `run` over a table.
+
+TablePrompt = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompt",
+        metavar="FILE",
+        help="INPUT is a table (Parquet, CSV or JSONL: a path or a glob), and this a Jinja template over its columns: "
+        "the user's message of each row. OUT/table.parquet is the table with columns of answers.",
+    ),
+]
+TableSystem = Annotated[
+    Path | None, typer.Option("--system", metavar="FILE", help="With --prompt: the system message, a template too.")
+]
+OutputSchema = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="With --prompt: the JSON schema that answers must have. Its type is the column's."
+    ),
+]
+OutputColumn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="With --prompt: the column of answers, and the beginning of the other new columns' names. "
+        "[default: answer]",
+    ),
+]
+SamplingValues = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sampling",
+        metavar="NAME=VALUE",
+        help="With --prompt: a sampling parameter, such as temperature=0 or max_tokens=50; JSON where it is no plain "
+        "value. May be repeated.",
+    ),
+]
+DryRunOption = Annotated[
+    bool,
+    typer.Option("--dry-run", help="With --prompt: print the estimate of tokens, time and cost, and compute nothing."),
+]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget the job in OUT, and start anew.")]
 PricePerHour = Annotated[
     float | None,

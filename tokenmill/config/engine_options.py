@@ -167,6 +167,7 @@ def engine_options(
     """
     if kv_cache_dir is None and kv_cache_dir_size is not None:
         raise UserError("--kv-cache-dir-size is given without --kv-cache-dir; give both, or leave it out")
+    vllm = named_values(engine_option or (), "--engine-option", "tensor_parallel_size=2")
     speculate = speculate or settings.speculate
     method, _, model = speculate.partition(":")
     if model:
@@ -198,18 +199,18 @@ def engine_options(
         rank_timeout_seconds=settings.rank_timeout_seconds,
         generation_config=generation_config or settings.generation_config,
         engine=engine or settings.engine,
-        vllm=parse_options(settings.vllm.options | _named(engine_option or ())),
+        vllm=parse_options(settings.vllm.options | vllm),
         vllm_given=bool(engine_option),
         vllm_python=settings.vllm.python,
     )
 
 
-def _named(given: Sequence[str]) -> dict[str, str]:
-    """The options NAME=VALUE by name. Raises `UserError`."""
+def named_values(given: Sequence[str], option: str, example: str) -> dict[str, str]:
+    """The values of an option that is given as NAME=VALUE, by name. Raises `UserError`."""
     named = {}
     for one in given:
         name, separator, value = one.partition("=")
         if not separator or not name:
-            raise UserError(f"--engine-option {one}: give NAME=VALUE, such as tensor_parallel_size=2")
+            raise UserError(f"{option} {one}: give NAME=VALUE, such as {example}")
         named[name] = value
     return named

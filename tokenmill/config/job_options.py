@@ -98,12 +98,12 @@ def known_input(out: Path) -> InputRef | None:
 def job_settings(
     settings: Settings,
     *,
-    tier: str,
-    seed: int,
-    on_invalid: str,
-    limit: int | None,
-    max_output_tokens: int | None,
-    truncate_prompt: str | None,
+    tier: str = "standard",
+    seed: int = 0,
+    on_invalid: str = "row",
+    limit: int | None = None,
+    max_output_tokens: int | None = None,
+    truncate_prompt: str | None = None,
 ) -> JobSettings:
     """The settings that change a job's answers or its plan. Raises `UserError`."""
     from schemas.jobs.job import JobSettings, OnInvalid, Tier

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.jobs.submit import DifferentJob
-from schemas.jobs.job import Tier
+from schemas.jobs.job import JobSettings
 from schemas.requests.errors import RowError
 from schemas.requests.parsing import CHAT_URL, ChatBody, parse_body
 from tokenmill import output
 from tokenmill.config import job_options
-from tokenmill.config.engine_choice import choose_engines
 from tokenmill.config.engine_options import EngineOptions, engine_options
 from tokenmill.config.inputs import pin
 from tokenmill.errors import InvalidCall
@@ -26,10 +25,9 @@ from tokenmill.frames.requests import REQUESTS, FieldSharing, TableRequests, wri
 from tokenmill.local.estimate import JobDryRuns
 from tokenmill.local.execute import run_with_progress
 from tokenmill.local.pricing import price_of_worker
-from tokenmill.local.run_plan import RunPlan
+from tokenmill.local.run_plan import make_plan
 from tokenmill.settings import read_settings
 from workers.model.loaded_model import model_path
-from workers.settings import WorkerSettings
 from workers.structured.constraints import form_of
 from workers.structured.grammar import Grammars
 from workers.text.tokenizer import Tokenizer
@@ -83,19 +81,26 @@ class TableJob:
     Args:
         model: MODEL or NAME=MODEL, as `tokenmill run --model` has it.
         body: the fields of every request besides model and messages.
+        wanted, engine: None: those of the environment.
 
     Raises:
         InvalidCall: a field of the body is invalid, or the answer's form can't be enforced.
         ModelError: the model can't be found or fetched.
     """
 
-    def __init__(self, requests: TableRequests, model: str, body: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        requests: TableRequests,
+        model: str,
+        body: Mapping[str, Any],
+        wanted: JobSettings | None = None,
+        engine: EngineOptions | None = None,
+    ) -> None:
         self._requests = requests
         self._settings = read_settings()
-        self._wanted = job_options.job_settings(
-            self._settings, tier="standard", seed=0, on_invalid="row", limit=None, max_output_tokens=None,
-            truncate_prompt=None,
-        )  # fmt: skip
+        self._wanted = wanted or job_options.job_settings(self._settings)
+        self._engine = engine or engine_options(self._settings)
+        self._given_model = model
         name, _ = job_options.split_name(model)
         self._body = {"model": name, **body}
         sample = self._parsed({"messages": [{"role": "user", "content": "a"}]})
@@ -120,7 +125,7 @@ class TableJob:
             if form is not None:
                 Grammars(tokenizer, tokenizer.size, ()).compile(form)
         except RowError as error:
-            raise InvalidCall(f"output: {error.message}") from error
+            raise InvalidCall(f"output schema: {error.message}") from error
 
     def run(self, folder: Path) -> pa.Table:
         """The results, in the rows' order, with `COLUMNS`. A job that a killed run left in the folder goes on.
@@ -129,23 +134,8 @@ class TableJob:
             InvalidCall: the folder holds another job.  KeyboardInterrupt: the run was stopped.
             What `run_job` raises.
         """
-        write_into_job(self._requests, folder, self._body)
-        policies = job_options.content_policies(None, self._settings)
-        options = self._options()
-        plan = RunPlan(
-            inputs=pin(str(folder / REQUESTS), job_options.known_input(folder)),
-            models=choose_engines((self._model,), options),
-            output=folder,
-            tier=Tier.STANDARD,
-            settings=self._wanted.model_copy(update={"content_policies": policies.fingerprint}),
-            engine=options,
-            price_per_hour=price_of_worker(self._settings),
-            worker=WorkerSettings(
-                request_timeout_seconds=self._settings.request_timeout_seconds,
-                checkpoint_seconds=self._settings.checkpoint_seconds,
-                policies=policies,
-            ),
-        )
+        path, price = self.write(folder), price_of_worker(self._settings)
+        plan = make_plan(str(path), [self._given_model], folder, self._wanted, self._engine, price_per_hour=price)
         try:
             done = run_with_progress(plan)
         except DifferentJob as error:
@@ -155,11 +145,16 @@ class TableJob:
             ) from error
         if done.manifest is None:
             raise KeyboardInterrupt("stopped; with an output_dir the same call goes on from what is committed")
-        return pq.read_table(folder / "results", columns=list(COLUMNS)).sort_by("row")
+        return read_results(folder)
 
-    def estimate(self) -> TableEstimate:
-        """The dry run of the job; of one with `{% fields %}` in both orders."""
-        options = self._options(speculate="off")
+    def write(self, folder: Path, *, fresh: bool = False) -> Path:
+        """Write the requests into a job's folder; see `write_into_job`."""
+        return write_into_job(self._requests, folder, self._body, fresh=fresh)
+
+    def estimate(self, price_per_hour: float | None = None) -> TableEstimate:
+        """The dry run of the job; of one with `{% fields %}` in both orders. `price_per_hour`: of this machine; None:
+        the settings' one."""
+        options = replace(self._engine, speculate="off")
         with tempfile.TemporaryDirectory(prefix="tokenmill-") as scratch:
             made = self._dry_runs(Path(scratch), options, as_written=False)
             amount, sharing = made.amount(), self._requests.sharing
@@ -168,7 +163,7 @@ class TableJob:
                 as_written = self._dry_runs(Path(scratch), options, as_written=True).amount().shared_prefix_tokens
         speed = made.speed_here(self._settings.model_cache)
         seconds = None if speed is None else made.seconds(options, speed)
-        price = price_of_worker(self._settings)
+        price = price_of_worker(self._settings, price_per_hour)
         cost = None if seconds is None or price is None else seconds / 3600 * price
         return TableEstimate(
             amount.rows, amount.unique, amount.prompt_tokens, amount.shared_prefix_tokens, amount.expected_tokens,
@@ -180,8 +175,10 @@ class TableJob:
         self._requests.write(path, self._body, as_written=as_written)
         return JobDryRuns.of(pin(str(path)), self._model, self._wanted, options)
 
-    def _options(self, speculate: str | None = None) -> EngineOptions:
-        return engine_options(self._settings, speculate=speculate)
+
+def read_results(folder: Path) -> pa.Table:
+    """The results of the job in the folder, in the rows' order, with `COLUMNS`."""
+    return pq.read_table(folder / "results", columns=list(COLUMNS)).sort_by("row")
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def map_rows(
         ...        output=Literal["good", "bad"], temperature=0)  # doctest: +SKIP
     """
     frame = open_frame(data)
-    call = _check(frame, prompt, system, output, output_column, sampling)
+    call = check_call(frame, prompt, system, output, output_column, sampling)
     if dry_run:
         from tokenmill.frames.job import TableJob
 
@@ -151,7 +151,7 @@ def preview(
     if rows < 1:
         raise InvalidCall(f"rows: is {rows}, but must be at least 1")
     frame = open_frame(data).head(rows)
-    call = _check(frame, prompt, system, output, output_column, sampling)
+    call = check_call(frame, prompt, system, output, output_column, sampling)
     added = _answer(call, frame, model, None)
     console = stdout()
     for row, (messages, answers) in enumerate(zip(call.requests.messages(), added.to_pylist(), strict=True)):
@@ -162,7 +162,7 @@ def preview(
             console.print(Text(f"  {name}: {value}"))
 
 
-class _Call(NamedTuple):
+class TableCall(NamedTuple):
     """A checked call."""
 
     requests: TableRequests
@@ -171,10 +171,11 @@ class _Call(NamedTuple):
     names: tuple[str, ...]  # of the new columns
 
 
-def _check(
-    frame: Frame, prompt: str, system: str | None, output: Any, output_column: str, sampling: Mapping[str, Any]
-) -> _Call:
-    """Check everything that needs no model. Raises `InvalidCall`."""
+def check_call(
+    frame: Frame, prompt: str, system: str | None, output: Any, output_column: str, sampling: Mapping[str, Any],
+    parts: tuple[str, str] = ("prompt", "system"),
+) -> TableCall:  # fmt: skip
+    """Check everything that needs no model. `parts`: the templates' names in messages. Raises `InvalidCall`."""
     from tokenmill.frames.requests import TableRequests
 
     known = list(get_type_hints(Sampling))
@@ -189,8 +190,8 @@ def _check(
                 f"output_column: the data has a column {name!r} already; give another one, such as {_free(frame)!r}"
             )
     form = answer_form(output)
-    templates = PromptTemplate(prompt), None if system is None else PromptTemplate(system, "system")
-    return _Call(TableRequests(frame, *templates), form, {**form.body, **sampling}, names)
+    templates = PromptTemplate(prompt, parts[0]), None if system is None else PromptTemplate(system, parts[1])
+    return TableCall(TableRequests(frame, *templates), form, {**form.body, **sampling}, names)
 
 
 def _free(frame: Frame) -> str:
@@ -201,21 +202,21 @@ def _free(frame: Frame) -> str:
     return f"answer_{number}"
 
 
-def _answer(call: _Call, frame: Frame, model: str, output_dir: str | os.PathLike[str] | None) -> pa.Table:
+def _answer(call: TableCall, frame: Frame, model: str, output_dir: str | os.PathLike[str] | None) -> pa.Table:
     """The new columns. A table without rows loads nothing."""
     from tokenmill.frames.job import COLUMNS, TableJob, job_folder
 
     job = TableJob(call.requests, model, call.body)
     if not len(frame):
-        return _columns(call, dict.fromkeys(COLUMNS, ()))
+        return answer_columns(call, dict.fromkeys(COLUMNS, ()))
     with job_folder(None if output_dir is None else Path(output_dir)) as folder:
         results = job.run(folder)
     if results.num_rows != len(frame):
         raise InvalidCall(f"the job has {results.num_rows} results for {len(frame)} rows; give another output_dir")
-    return _columns(call, results.to_pydict())
+    return answer_columns(call, results.to_pydict())
 
 
-def _columns(call: _Call, results: Mapping[str, Sequence[Any]]) -> pa.Table:
+def answer_columns(call: TableCall, results: Mapping[str, Sequence[Any]]) -> pa.Table:
     """The new columns from the results' columns."""
     values: list[Any] = []
     errors: list[str | None] = []

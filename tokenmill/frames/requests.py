@@ -98,9 +98,12 @@ class TableRequests:
                 file.write(orjson.dumps(line) + b"\n")
 
 
-def write_into_job(requests: TableRequests, folder: Path, body: Mapping[str, Any]) -> Path:
+def write_into_job(requests: TableRequests, folder: Path, body: Mapping[str, Any], *, fresh: bool = False) -> Path:
     """Write the requests into a job's folder, while no run holds it. The same ones are left as they are, so that their
     bytes needn't be hashed again.
+
+    Args:
+        fresh: the job in the folder is to be forgotten.
 
     Raises:
         InvalidCall: as `TableRequests.write`; or the folder holds a job of other requests.
@@ -111,12 +114,13 @@ def write_into_job(requests: TableRequests, folder: Path, body: Mapping[str, Any
     with RunLock(folder), tempfile.TemporaryDirectory(prefix=".tokenmill-", dir=folder) as scratch:
         new = Path(scratch) / REQUESTS
         requests.write(new, body)
-        if path.exists() and not _same_bytes(path, new) and (folder / "job.json").exists():
+        if path.exists() and _same_bytes(path, new):
+            return path
+        if not fresh and (folder / "job.json").exists():
             raise InvalidCall(
-                f"output_dir: {folder} holds a job of other prompts or options; give another folder, or remove this one"
+                f"{folder}: holds a job of other prompts or options; give another folder, or remove this one"
             )
-        if not path.exists() or not _same_bytes(path, new):
-            new.replace(path)
+        new.replace(path)
     return path
 
 

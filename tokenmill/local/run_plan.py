@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import ceil
@@ -11,8 +12,11 @@ from schemas.jobs.inputs import InputRef
 from schemas.jobs.job import JobSettings, Tier
 from schemas.jobs.plan import PlanSegment
 from schemas.models import ModelPin
+from tokenmill.config import job_options
+from tokenmill.config.engine_choice import choose_engines
 from tokenmill.config.engine_options import EngineOptions
 from tokenmill.config.job_options import ChosenModel
+from tokenmill.settings import read_settings
 from workers.model.loaded_model import LoadedModel
 from workers.settings import WorkerSettings
 from workers.text.chat_options import OWN_CHAT, ChatOptions
@@ -58,6 +62,54 @@ class RunPlan:
     def price_of_worker(self) -> float | None:
         """The price of one replica's hour: its share of the machine's."""
         return None if self.price_per_hour is None else self.price_per_hour / self.engine.replicas
+
+
+def make_plan(
+    input_: str,
+    models: Sequence[str],
+    output: Path,
+    wanted: JobSettings,
+    engine: EngineOptions,
+    chat: ChatOptions = OWN_CHAT,
+    *,
+    tier: Tier = Tier.STANDARD,
+    fresh: bool = False,
+    price_per_hour: float | None = None,
+    deadline: timedelta | None = None,
+    max_cost: float | None = None,
+    content_policy: Sequence[str] | None = None,
+) -> RunPlan:
+    """The plan of a new job, with the settings of the environment. Cheap checks come before a model is pulled.
+
+    Args:
+        models: each MODEL or NAME=MODEL.  wanted: see `job_options.job_settings`.
+        content_policy: None: those of the settings.
+
+    Raises:
+        InputUnusable: the input can't be read.  ModelError: a model can't be found or fetched.
+        What loading the policies raises.
+    """
+    settings = read_settings()
+    policies = job_options.content_policies(content_policy, settings)
+    inputs = job_options.read_input(input_, None if fresh else output)
+    return RunPlan(
+        inputs=inputs,
+        models=choose_engines(job_options.choose_models(models, settings.model_cache), engine),
+        output=output,
+        tier=tier,
+        settings=wanted.model_copy(update={"content_policies": policies.fingerprint}),
+        engine=engine,
+        chat=chat,
+        fresh=fresh,
+        price_per_hour=price_per_hour,
+        worker=WorkerSettings(
+            request_timeout_seconds=settings.request_timeout_seconds,
+            checkpoint_seconds=settings.checkpoint_seconds,
+            policies=policies,
+        ),
+        deadline=deadline,
+        max_cost=max_cost,
+    )
 
 
 def load_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> LoadedModel:

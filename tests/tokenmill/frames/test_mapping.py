@@ -117,7 +117,7 @@ def test_given_wrong_arguments_when_mapped_then_nothing_runs_and_the_message_has
         ({"temprature": 1}, "did you mean temperature"),
         ({"temperature": -1}, "temperature"),
         ({"prompt": "{{ item.x.y }}"}, "row 0: prompt: can't be rendered"),
-        ({"output": {"not": {"type": "string"}}}, "output: response_format can't be compiled"),
+        ({"output": {"not": {"type": "string"}}}, "output schema: response_format can't be compiled"),
     ]
     for given, message in cases:
         arguments: dict[str, Any] = {"data": [{"item": "a"}], "prompt": PROMPT, "model": model, **given}

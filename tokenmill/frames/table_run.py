@@ -1,0 +1,130 @@
+"""`tokenmill run --prompt`: `tokenmill.map` with the table, the templates and the schema in files.
+
+The job is the one that `tokenmill.map` makes. Its answers become columns of OUT/table.parquet when it has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.inputs.regular_files import open_regular
+from schemas.jobs.job import JobSettings
+from tokenmill import output
+from tokenmill.config.engine_options import EngineOptions, named_values
+from tokenmill.errors import InvalidCall, UserError
+from tokenmill.frames.data import open_frame
+from tokenmill.frames.job import TableEstimate, TableJob, read_results
+from tokenmill.frames.mapping import answer_columns, check_call
+from tokenmill.frames.prompts import MAX_TEMPLATE_CHARS
+
+TABLE: Final = "table.parquet"
+"""The table with its answers, in the job's folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableOptions:
+    """The command's options for tables.
+
+    Attributes:
+        prompt, system: files of templates.  output_schema: a file with a JSON schema; None: answers are text.
+        output_column: None: "answer".  sampling: each NAME=VALUE.
+        limit: only so many of the first rows.
+    """
+
+    prompt: Path
+    system: Path | None = None
+    output_schema: Path | None = None
+    output_column: str | None = None
+    sampling: Sequence[str] = ()
+    limit: int | None = None
+
+
+class TableRun:
+    """The job of a table, checked as far as it can be without computing.
+
+    Args:
+        data: the path or glob of the table's files.  model: MODEL or NAME=MODEL.
+        wanted, engine: see `TableJob`.
+
+    Raises:
+        InvalidCall: an argument can't be used.  UserError: a file can't be read, or the model can't be found.
+        IrregularFile: a file is a FIFO, a device or a folder.
+    """
+
+    def __init__(
+        self, data: str, model: str, options: TableOptions, wanted: JobSettings, engine: EngineOptions
+    ) -> None:
+        prompt = _read_text(options.prompt, "--prompt")
+        system = None if options.system is None else _read_text(options.system, "--system")
+        form: Any = str if options.output_schema is None else _schema(options.output_schema)
+        given = named_values(options.sampling, "--sampling", "temperature=0")
+        sampling = {name: _value(text) for name, text in given.items()}
+        frame = open_frame(data)
+        self._frame = frame if options.limit is None else frame.head(options.limit)
+        column = "answer" if options.output_column is None else options.output_column
+        parts = f"--prompt {options.prompt}", f"--system {options.system}"
+        self._call = check_call(self._frame, prompt, system, form, column, sampling, parts)
+        self._job = TableJob(self._call.requests, model, self._call.body, wanted, engine)
+
+    def estimate(self, price_per_hour: float | None) -> TableEstimate:
+        """See `TableJob.estimate`."""
+        return self._job.estimate(price_per_hour)
+
+    def write_requests(self, folder: Path, *, fresh: bool) -> Path:
+        """Write the requests into the job's folder; `fresh`: in place of another job's. Raises as `write_into_job`."""
+        path = self._job.write(folder, fresh=fresh)
+        if fresh:
+            (folder / TABLE).unlink(missing_ok=True)
+        return path
+
+    def write_table(self, folder: Path) -> None:
+        """Write the table with the answers of the job, which has ended. The file appears complete, in place of an older
+        one. Raises `UserError`."""
+        added = answer_columns(self._call, read_results(folder).to_pydict())
+        to = folder / TABLE
+        temporary = to.with_name(f".{TABLE}.part")
+        try:
+            pq.write_table(self._frame.with_columns(added), temporary, compression="zstd")
+            temporary.replace(to)
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"{to}: can't be written: {error}; the same command tries it again") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        answered = output.count(added.num_rows - added.column(0).null_count)
+        output.say(f"{to}: {answered} of {output.count(added.num_rows)} rows have an answer")
+
+
+def _schema(path: Path) -> dict[str, Any]:
+    try:
+        schema = orjson.loads(_read_text(path, "--output-schema"))
+    except orjson.JSONDecodeError as error:
+        raise UserError(f"--output-schema {path}: is not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise InvalidCall(f"--output-schema {path}: must be a JSON object")
+    return schema
+
+
+def _read_text(path: Path, option: str) -> str:
+    try:
+        with open_regular(path) as file:
+            data = file.read(MAX_TEMPLATE_CHARS + 1)
+        if len(data) > MAX_TEMPLATE_CHARS:
+            raise UserError(f"{option} {path}: has more than {MAX_TEMPLATE_CHARS} bytes; shorten it")
+        return data.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{option} {path}: can't be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _value(text: str) -> Any:
+    """A value of --sampling: JSON, or else the text itself."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
