@@ -71,8 +71,10 @@ def describe(snapshot: RunSnapshot) -> str:
         return snapshot.phase
     failed = f" ({count(snapshot.failed)} failed)" if snapshot.failed else ""
     more = "+" if snapshot.planning else ""
+    rows_per_second = (snapshot.done - snapshot.before) / snapshot.seconds
     words = [
         f"{count(snapshot.done)}/{count(snapshot.total)}{more} rows{failed}",
+        f"{rows_per_second:,.{0 if rows_per_second >= 10 else 1}f} rows/s",
         f"{count(snapshot.prompt_tokens / snapshot.seconds)} tok/s in",
         f"{count(snapshot.output_tokens / snapshot.seconds)} tok/s out",
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -33,7 +34,8 @@ RUNNING = RunSnapshot(
 def test_given_a_snapshot_when_described_then_rates_hits_and_eta_are_right() -> None:
     line = describe(RUNNING)
 
-    assert "60/200 rows (2 failed)" in line
+    assert "60/200 rows (2 failed)  5.0 rows/s" in line
+    assert "1,250 rows/s" in describe(replace(RUNNING, total=20_000, done=12_510))
     assert "400 tok/s in" in line
     assert "200 tok/s out" in line
     assert "25 % of input cached" in line
