@@ -176,6 +176,13 @@ class TableJob:
         return JobDryRuns.of(pin(str(path)), self._model, self._wanted, options)
 
 
+def engine_of(keywords: Mapping[str, Any]) -> EngineOptions:
+    """The engine's options for checked keywords (`EngineKeywords`). Raises as `engine_options`."""
+    folder = keywords.get("kv_cache_dir")
+    given = {**keywords, "kv_cache_dir": None if folder is None else Path(folder).expanduser()}
+    return engine_options(read_settings(), **given)
+
+
 def read_results(folder: Path) -> pa.Table:
     """The results of the job in the folder, in the rows' order, with `COLUMNS`."""
     return pq.read_table(folder / "results", columns=list(COLUMNS)).sort_by("row")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, get_type_hints, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Unpack, overload
 
 import pyarrow as pa
 from rich.text import Text
@@ -14,6 +13,7 @@ from rich.text import Text
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.answers import AnswerForm, answer_form
 from tokenmill.frames.data import Frame, open_frame
+from tokenmill.frames.options import Options, split_options
 from tokenmill.frames.prompts import PromptTemplate
 
 if TYPE_CHECKING:
@@ -26,45 +26,27 @@ SUFFIXES = ("", "_error", "_finish_reason", "_prompt_tokens", "_cached_tokens", 
 """Of the new columns' names."""
 
 
-class Sampling(TypedDict, total=False):
-    """Sampling parameters, as OpenAI's and vLLM's clients name them; see docs/parameters.md."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    max_tokens: int
-    max_completion_tokens: int
-    seed: int
-    stop: str | list[str]
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
-    logit_bias: dict[str, float]
-    reasoning_effort: str
-
-
 @overload
 def map_rows(
     data: Any, *, prompt: str, model: str, output: Any = ..., system: str | None = ..., output_column: str = ...,
-    output_dir: str | os.PathLike[str] | None = ..., dry_run: Literal[True], **sampling: Unpack[Sampling],
+    output_dir: str | os.PathLike[str] | None = ..., dry_run: Literal[True], **options: Unpack[Options],
 ) -> TableEstimate: ...  # fmt: skip
 @overload
 def map_rows(
     data: str | os.PathLike[str], *, prompt: str, model: str, output: Any = ..., system: str | None = ...,
     output_column: str = ..., output_dir: str | os.PathLike[str] | None = ..., dry_run: Literal[False] = ...,
-    **sampling: Unpack[Sampling],
+    **options: Unpack[Options],
 ) -> pa.Table: ...  # fmt: skip
 @overload
 def map_rows(
     data: list[dict[str, DataT]], *, prompt: str, model: str, output: Any = ..., system: str | None = ...,
     output_column: str = ..., output_dir: str | os.PathLike[str] | None = ..., dry_run: Literal[False] = ...,
-    **sampling: Unpack[Sampling],
+    **options: Unpack[Options],
 ) -> list[dict[str, Any]]: ...  # fmt: skip
 @overload
 def map_rows(
     data: DataT, *, prompt: str, model: str, output: Any = ..., system: str | None = ..., output_column: str = ...,
-    output_dir: str | os.PathLike[str] | None = ..., dry_run: Literal[False] = ..., **sampling: Unpack[Sampling],
+    output_dir: str | os.PathLike[str] | None = ..., dry_run: Literal[False] = ..., **options: Unpack[Options],
 ) -> DataT: ...  # fmt: skip
 def map_rows(
     data: Any,
@@ -76,7 +58,7 @@ def map_rows(
     output_column: str = "answer",
     output_dir: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
-    **sampling: Unpack[Sampling],
+    **options: Unpack[Options],
 ) -> Any:
     """Answer a prompt for each row of a table, with a model in this process.
 
@@ -95,7 +77,8 @@ def map_rows(
         output_dir: the job's folder. The same call after a kill goes on there, and computes no committed row again.
             None: a temporary one.
         dry_run: compute nothing; return an estimate of tokens, time and cost.
-        **sampling: `temperature`, `max_tokens`, `seed` and so on, as OpenAI and vLLM name them.
+        **options: sampling parameters (`temperature`, `max_tokens`, `seed` and so on), as OpenAI and vLLM name them;
+            and the engine's options (`quantize`, `kv_dtype`, `max_num_seqs` and so on), as `tokenmill run` has them.
 
     Returns:
         The same kind of table (of a path: an Arrow table), with the rows in their order and these columns added:
@@ -122,12 +105,13 @@ def map_rows(
         ...        output=Literal["good", "bad"], temperature=0)  # doctest: +SKIP
     """
     frame = open_frame(data)
+    sampling, engine = split_options(options)
     call = check_call(frame, prompt, system, output, output_column, sampling)
     if dry_run:
-        from tokenmill.frames.job import TableJob
+        from tokenmill.frames.job import TableJob, engine_of
 
-        return TableJob(call.requests, model, call.body).estimate()
-    return frame.with_columns(_answer(call, frame, model, output_dir))
+        return TableJob(call.requests, model, call.body, engine=engine_of(engine)).estimate()
+    return frame.with_columns(_answer(call, frame, model, output_dir, engine))
 
 
 def preview(
@@ -139,7 +123,7 @@ def preview(
     system: str | None = None,
     output_column: str = "answer",
     rows: int = 5,
-    **sampling: Unpack[Sampling],
+    **options: Unpack[Options],
 ) -> None:
     """Answer the first rows, and print each one's prompt, answer and new columns. The arguments are those of `map`.
 
@@ -151,8 +135,9 @@ def preview(
     if rows < 1:
         raise InvalidCall(f"rows: is {rows}, but must be at least 1")
     frame = open_frame(data).head(rows)
+    sampling, engine = split_options(options)
     call = check_call(frame, prompt, system, output, output_column, sampling)
-    added = _answer(call, frame, model, None)
+    added = _answer(call, frame, model, None, engine)
     console = stdout()
     for row, (messages, answers) in enumerate(zip(call.requests.messages(), added.to_pylist(), strict=True)):
         console.print(Text(f"row {row}", style="bold"))
@@ -178,11 +163,6 @@ def check_call(
     """Check everything that needs no model. `parts`: the templates' names in messages. Raises `InvalidCall`."""
     from tokenmill.frames.requests import TableRequests
 
-    known = list(get_type_hints(Sampling))
-    for name in sampling:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise InvalidCall(f"{name}: is no parameter; " + (f"did you mean {near[0]}?" if near else ", ".join(known)))
     names = tuple(output_column + suffix for suffix in SUFFIXES)
     for name in names:
         if name in frame.columns:
@@ -202,11 +182,13 @@ def _free(frame: Frame) -> str:
     return f"answer_{number}"
 
 
-def _answer(call: TableCall, frame: Frame, model: str, output_dir: str | os.PathLike[str] | None) -> pa.Table:
+def _answer(
+    call: TableCall, frame: Frame, model: str, output_dir: str | os.PathLike[str] | None, engine: Mapping[str, Any]
+) -> pa.Table:
     """The new columns. A table without rows loads nothing."""
-    from tokenmill.frames.job import COLUMNS, TableJob, job_folder
+    from tokenmill.frames.job import COLUMNS, TableJob, engine_of, job_folder
 
-    job = TableJob(call.requests, model, call.body)
+    job = TableJob(call.requests, model, call.body, engine=engine_of(engine))
     if not len(frame):
         return answer_columns(call, dict.fromkeys(COLUMNS, ()))
     with job_folder(None if output_dir is None else Path(output_dir)) as folder:

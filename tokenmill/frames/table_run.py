@@ -22,6 +22,7 @@ from tokenmill.errors import InvalidCall, UserError
 from tokenmill.frames.data import open_frame
 from tokenmill.frames.job import TableEstimate, TableJob, read_results
 from tokenmill.frames.mapping import answer_columns, check_call
+from tokenmill.frames.options import split_options
 from tokenmill.frames.prompts import MAX_TEMPLATE_CHARS
 
 TABLE: Final = "table.parquet"
@@ -65,7 +66,9 @@ class TableRun:
         system = None if options.system is None else _read_text(options.system, "--system")
         form: Any = str if options.output_schema is None else _schema(options.output_schema)
         given = named_values(options.sampling, "--sampling", "temperature=0")
-        sampling = {name: _value(text) for name, text in given.items()}
+        sampling, others = split_options({name: _value(text) for name, text in given.items()})
+        for name in others:
+            raise InvalidCall(f"--sampling {name}: is an option of its own; give --{name.replace('_', '-')}")
         frame = open_frame(data)
         self._frame = frame if options.limit is None else frame.head(options.limit)
         column = "answer" if options.output_column is None else options.output_column

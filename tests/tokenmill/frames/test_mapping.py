@@ -144,6 +144,19 @@ def test_given_a_folder_with_another_job_when_mapped_then_it_is_refused(model: s
     assert not list(out.glob(".tokenmill-*"))
 
 
+def test_given_options_of_the_engine_when_mapped_then_it_has_them(model: str, folder: Path) -> None:
+    arguments: dict[str, Any] = {"prompt": PROMPT, "model": model, "output_dir": folder / "job", "max_tokens": 2}
+    tm.map([{"item": "a"}], **arguments, dtype="float32", quantize="int8", max_num_seqs=3, kv_cache_memory=1 << 20)
+
+    manifest = json.loads((folder / "job/manifest.json").read_text())
+    assert (manifest["models"][0]["dtype"], manifest["models"][0]["quantization"]) == ("float32", "int8")
+    assert manifest["engine"]["max_num_seqs"] == 3
+    with pytest.raises(InvalidCall, match="quantization was int8, now none"):
+        tm.map([{"item": "a"}], **arguments, dtype="float32")
+    with pytest.raises(InvalidCall, match="did you mean quantize"):
+        tm.preview([{"item": "a"}], prompt=PROMPT, model=model, quantise="int8")  # type: ignore[call-arg]
+
+
 def test_given_a_dry_run_with_fields_when_made_then_it_says_what_their_order_saves(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

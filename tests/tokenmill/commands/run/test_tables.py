@@ -136,6 +136,7 @@ def test_given_wrong_files_or_options_when_run_then_no_job_is_made_and_the_messa
         (("in.parquet", "item.txt", "--output-schema", "not.json"), "output schema: response_format can't be compiled"),
         (("in.parquet", "item.txt", "--sampling", "temprature=1"), "did you mean temperature?"),
         (("in.parquet", "item.txt", "--sampling", "temperature=hot"), "temperature is 'hot'"),
+        (("in.parquet", "item.txt", "--sampling", "kv_dtype=int8"), "is an option of its own; give --kv-dtype"),
         (("in.parquet", "item.txt", "--sampling", "seed"), "--sampling seed: give NAME=VALUE"),
         (("clash.csv", "item.txt"), "column 'answer_error' already"),
         (("cells.csv", "item.txt"), "cells.csv: can't be read: CSV parse error: Row #3"),

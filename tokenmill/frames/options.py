@@ -1,0 +1,87 @@
+"""The keywords of `tokenmill.map`: sampling parameters, and options of the engine."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypedDict, get_type_hints
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+
+from schemas.settings.settings import GenerationConfig, check_speculate
+from tokenmill.config.cli_options import Device, DType, KvDType, Quantize
+from tokenmill.errors import InvalidCall
+
+Positive = Annotated[int, Field(ge=1)]
+Bytes = Annotated[int, Field(ge=0)]
+
+
+class Sampling(TypedDict, total=False):
+    """Sampling parameters, as OpenAI's and vLLM's clients name them; see docs/parameters.md."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    max_tokens: int
+    max_completion_tokens: int
+    seed: int
+    stop: str | list[str]
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    logit_bias: dict[str, float]
+    reasoning_effort: str
+
+
+class EngineKeywords(TypedDict, total=False):
+    """Options of the engine, as `tokenmill run` has them; see docs/cli.md. Sizes are in bytes. Those that are not given
+    are `run`'s defaults."""
+
+    engine: Literal["auto", "tokenmill", "transformers"]  # vLLM's would replace this process
+    dtype: DType
+    device: Device
+    threads: Positive
+    quantize: Quantize
+    kv_dtype: KvDType
+    speculate: Annotated[str, AfterValidator(check_speculate)]
+    generation_config: GenerationConfig
+    max_num_seqs: Positive
+    max_num_batched_tokens: Positive
+    kv_cache_memory: Bytes
+    kv_offloading_size: Bytes
+    kv_cache_dir: str | os.PathLike[str]
+    kv_cache_dir_size: Bytes
+    tensor_parallel: Positive
+    pipeline_parallel: Positive
+    micro_batches: Positive
+    expert_parallel: bool
+    replicas: Positive
+
+
+class Options(Sampling, EngineKeywords, total=False):
+    """All keywords."""
+
+
+def split_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The sampling parameters, whose values the job checks, and the engine's options, checked. Raises `InvalidCall`."""
+    sampling, engine = get_type_hints(Sampling), get_type_hints(EngineKeywords, include_extras=True)
+    known = [*sampling, *engine]
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise InvalidCall(f"{name}: is no parameter; " + (f"did you mean {near[0]}?" if near else ", ".join(known)))
+        if name in engine:
+            _check(name, value, engine[name])
+    return {name: given[name] for name in given if name in sampling}, {
+        name: given[name] for name in given if name in engine
+    }
+
+
+def _check(name: str, value: Any, kind: Any) -> None:
+    try:
+        TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError as error:
+        message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise InvalidCall(f"{name}: {message}, not {value!r}") from error
