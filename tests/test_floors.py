@@ -62,6 +62,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(next(folder.glob("tokenmill-*.whl")))
 
 
+@pytest.mark.slow
 def test_given_the_wheel_when_it_is_opened_then_it_holds_the_five_packages_and_nothing_else(
     wheel: zipfile.ZipFile,
 ) -> None:

@@ -157,6 +157,7 @@ def test_the_w8a8_form_is_a_checkpoint_that_our_engine_reads(tmp_path: Path, tin
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_form_that_fails_leaves_nothing_that_could_be_taken_for_it(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"not a model")

@@ -46,6 +46,7 @@ def test_a_peak_between_two_polls_is_not_missed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_time_limit_ends_the_whole_tree(tmp_path: Path) -> None:
     """Given an engine whose worker has a session of its own, nothing of it outlives the limit."""
     note = tmp_path / "worker"

@@ -21,6 +21,7 @@ def test_given_turns_of_several_sizes_then_their_constant_and_slope_are_found() 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_given_two_stages_when_they_decode_then_each_step_has_the_turns_of_both(tmp_path: Path) -> None:
     make_model(tmp_path / "model", layers=3, hidden=128)
     stages = Stages(tmp_path, stages=2, shards=1)

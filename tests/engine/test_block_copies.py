@@ -89,6 +89,7 @@ def computed(tiny_model: TinyModel) -> dict[str, dict[str, Completion]]:
         pytest.param("gemma3", 16, 24, 12, True, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_answers_are_those_without_a_cache(
     family: str,
     block_size: int,
@@ -122,6 +123,7 @@ def test_four_choices_compute_their_prompt_once(
     assert len({tuple(choice.token_ids.tolist()) for choice in done.choices}) == 1
 
 
+@pytest.mark.slow
 def test_drafts_change_no_answer(
     tiny_model: TinyModel, computed: dict[str, dict[str, Completion]], copied: list[BlockCopy]
 ) -> None:

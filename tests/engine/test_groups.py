@@ -74,6 +74,7 @@ def test_choices_are_those_of_the_members_alone(make: Callable[..., GroupEngine]
         assert len(completion.members) == 5
 
 
+@pytest.mark.slow
 def test_members_that_preempt_each_other_give_the_same_answers(make: Callable[..., GroupEngine]) -> None:
     whole = complete(make(), group(max_tokens=60))["g"]
     engine = make(num_blocks=8, prefix_caching=False)

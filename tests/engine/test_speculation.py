@@ -209,6 +209,7 @@ def test_given_few_blocks_when_tokens_are_drafted_then_answers_are_those_without
 
 
 @pytest.mark.parametrize("method", ["replay", "ngram"])
+@pytest.mark.slow
 def test_given_allowed_tokens_and_bad_words_when_tokens_are_drafted_then_no_answer_holds_others(
     method: str, tiny_model: TinyModel
 ) -> None:
@@ -278,6 +279,7 @@ def test_given_any_allowed_tokens_and_bad_words_when_tokens_are_drafted_then_ans
     assert drafting.stats().speculation.accepted > 100
 
 
+@pytest.mark.slow
 def test_given_interruptions_when_requests_resume_with_drafts_then_answers_are_those_of_an_unbroken_run(
     tiny_model: TinyModel,
 ) -> None:
@@ -397,6 +399,7 @@ def with_draft(path: Path, draft: Path, **changes: Any) -> Engine:
     ("family", "attention"),
     [pytest.param("llama", "native", marks=pytest.mark.exhaustive), ("llama", "paged-sdpa"), ("gemma3", "native")],
 )
+@pytest.mark.slow
 def test_given_the_model_itself_as_its_draft_then_nearly_all_drafts_are_accepted_sampled_ones_too(
     family: str, attention: str, tiny_model: TinyModel
 ) -> None:
@@ -417,13 +420,9 @@ def test_given_the_model_itself_as_its_draft_then_nearly_all_drafts_are_accepted
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("draft", "family"),
-    [
-        ("llama", "gemma3"),
-        pytest.param("gemma3", "llama", marks=pytest.mark.exhaustive),
-        pytest.param("llama", "llama", marks=pytest.mark.exhaustive),
-        pytest.param("gemma3", "gemma3", marks=pytest.mark.exhaustive),
-    ],
+    [("llama", "gemma3"), ("gemma3", "llama"), ("llama", "llama"), ("gemma3", "gemma3")],
 )
+@pytest.mark.exhaustive
 def test_given_a_draft_model_when_there_is_little_room_then_answers_are_those_without(
     family: str, draft: str, tiny_model: TinyModel
 ) -> None:

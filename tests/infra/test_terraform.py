@@ -82,6 +82,7 @@ def test_given_checkov_waivers_then_each_has_a_reason() -> None:
     assert [line for line in waivers if not re.match(r"# checkov:skip=CKV2?_AWS_\d+:.{8,}", line)] == []
 
 
+@pytest.mark.slow
 def test_given_metrics_in_alarms_and_graphs_then_the_adapter_emits_them_with_those_dimensions() -> None:
     decided = PoolDecision("gpu", PoolObservation(), decide(ScalingLimits(), PolicyState(), PoolObservation(), 0.0))
     requests: list[Any] = []

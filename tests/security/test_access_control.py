@@ -129,6 +129,7 @@ def wrong_keys(harness: HttpHarness, real: str) -> dict[str, str | None]:
     }
 
 
+@pytest.mark.slow
 def test_no_route_answers_without_a_valid_key(acme: AcmeGateway) -> None:
     found = routes(acme.harness)
     assert len(found) >= 17, "routes are not found"
@@ -179,6 +180,7 @@ def test_objects_of_other_tenants_are_not_found(acme: AcmeGateway) -> None:
         assert http.get(f"/v1/batches/{acme.names['batch_id']}").json()["status"] != "cancelled"
 
 
+@pytest.mark.slow
 def test_no_id_allows_path_traversal(acme: AcmeGateway) -> None:
     root = acme.harness.world.scratch.parent.parent
     secret = root.parent / "secret"

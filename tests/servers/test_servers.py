@@ -129,6 +129,7 @@ def test_a_program_that_is_not_installed_is_named_with_its_package() -> None:
 
 
 @pytest.mark.parametrize("kind", [MotoServer, SeaweedServer, KafkaBroker])
+@pytest.mark.slow
 def test_each_server_starts_answers_and_ends(
     tmp_path: Path,
     kind: Callable[[Path], ServerProcess],

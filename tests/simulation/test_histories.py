@@ -57,6 +57,7 @@ def test_a_history_that_once_broke_does_not_break_again(path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_seed_is_one_history_to_the_byte() -> None:
     seed = 17
     assert draw(seed).faults

@@ -57,6 +57,7 @@ def test_given_faults_of_every_kind_when_400_histories_are_over_then_each_has_st
 
 
 @pytest.mark.parametrize("path", STORED, ids=[path.stem for path in STORED])
+@pytest.mark.slow
 def test_a_root_that_once_broke_does_not_break_again(path: Path) -> None:
     scenario = read_scenario(path.read_text())
     outcome = run_scenario(scenario)
@@ -64,6 +65,7 @@ def test_a_root_that_once_broke_does_not_break_again(path: Path) -> None:
     assert outcome.calls_never_made(scenario.faults) == set()
 
 
+@pytest.mark.slow
 def test_one_seed_is_one_root_to_the_byte() -> None:
     seed = next(seed for seed in range(100) if draw_root(seed).faults and draw_root(seed).records)
     first, second = simulate_root(draw_root(seed)), simulate_root(draw_root(seed))
@@ -78,6 +80,7 @@ def test_a_root_is_written_down_whole() -> None:
         assert json.loads(scenario.to_json())["root"]["seed"] == seed
 
 
+@pytest.mark.slow
 def test_given_no_faults_when_several_jobs_come_in_then_each_token_is_sampled_once_and_all_are_published() -> None:
     for seed in range(4):
         drawn = draw_root(seed)

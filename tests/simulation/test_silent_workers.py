@@ -57,6 +57,7 @@ def test_given_a_pause_beyond_the_silence_limit_then_work_is_repeated_for_an_int
     assert 0 < repeated <= math.ceil(seconds / STEP_SECONDS) * MAX_NUM_SEQS
 
 
+@pytest.mark.slow
 def test_given_a_step_longer_than_the_silence_limit_then_nothing_is_computed_twice(undisturbed: Outcome) -> None:
     outcome = simulate(scenario(Fault("slow", "engine.step", 60, 40.0)))
     assert outcome.broken is None

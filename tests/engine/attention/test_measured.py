@@ -203,6 +203,7 @@ def test_an_error_of_the_reference_is_not_hidden(installed: Installed, monkeypat
     assert not installed.folder.exists()
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_read_again(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
     installed.add("flash2", FAST, FAST)
     first = installed.choose()
@@ -246,6 +247,7 @@ def _spoiled(stored: dict[str, Any], **changes: Any) -> str:
         lambda stored: _spoiled(stored, refusal=1),
     ],
 )
+@pytest.mark.slow
 def test_a_file_of_something_else_is_reported_and_measured_again(
     spoil: Callable[[dict[str, Any]], str], installed: Installed
 ) -> None:
@@ -360,6 +362,7 @@ def test_a_library_has_another_version_when_it_is_built_again(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_engine_has_the_block_size_of_its_choice(installed: Installed, tiny_model: Callable[[str], Path]) -> None:
     """And computes with the module that was measured, which is not searched for again, as that might download one."""
     installed.has_triton = True

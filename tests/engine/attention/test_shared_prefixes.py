@@ -47,6 +47,7 @@ def tables(draw: st.DrawFn) -> tuple[Table, Table]:
 
 @settings(max_examples=300, deadline=None)
 @given(tables())
+@pytest.mark.slow
 def test_no_grouping_saves_more(made: tuple[Table, Table]) -> None:
     table, whole = made
     found = shared_prefixes(table, whole)

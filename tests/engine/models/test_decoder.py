@@ -55,6 +55,7 @@ def test_every_fused_family_is_covered(tiny_models):
 
 
 @pytest.mark.parametrize("family", [*FUSED, *WITH_STATES])
+@pytest.mark.slow
 def test_logits_equal_transformers_over_flat_chunked_batches(family, tiny_model, prompts, run, steps_over, oracle):
     # Given three prompts, two of them longer than the model's window
     model = load_model(tiny_model(family), dtype=torch.float32, device=CPU)
@@ -232,6 +233,7 @@ IMAGE_MODELS = {
 
 
 @pytest.mark.parametrize("outer", IMAGE_MODELS)
+@pytest.mark.slow
 def test_the_text_half_of_another_image_model_is_loaded(outer, tmp_path, tiny_models, prompts, run):
     # Given an image model whose text half is of a family that the decoder knows
     family, vision = IMAGE_MODELS[outer]

@@ -137,7 +137,8 @@ def test_each_rank_records_and_replays_the_leaders_graphs(
         rank_group.close()
 
 
-@pytest.mark.parametrize("who", [pytest.param("the leader", marks=pytest.mark.exhaustive), "rank 1"])
+@pytest.mark.parametrize("who", ["the leader", "rank 1"])
+@pytest.mark.exhaustive
 def test_where_a_rank_can_not_capture_no_rank_has_graphs(
     who: str, events: list[str], tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +174,8 @@ def test_a_rank_drops_its_graphs() -> None:
         worker.execute(RecordGraph(0))
 
 
-@pytest.mark.parametrize("who", [pytest.param("the leader", marks=pytest.mark.exhaustive), "rank 1"])
+@pytest.mark.parametrize("who", ["the leader", "rank 1"])
+@pytest.mark.exhaustive
 def test_a_rank_that_fails_while_the_others_wait_for_its_part_ends_the_engine(
     who: str, events: list[str], tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +208,7 @@ def test_a_rank_that_is_killed_between_steps_ahead_ends_the_engine(
             engine.step()
 
 
+@pytest.mark.exhaustive
 def test_the_last_step_ahead_gives_no_tokens_when_a_rank_died_meanwhile(tiny_model: TinyModel) -> None:
     """No other step is sent, so that only the check of its results can find it."""
     rank_group = ranks()

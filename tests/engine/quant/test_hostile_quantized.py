@@ -311,6 +311,7 @@ def test_scales_that_are_not_finite_load_but_are_never_answers(make: Callable[..
     assert done.error is not None
 
 
+@pytest.mark.slow
 def test_every_part_may_be_replaced_by_any_other(make: Callable[..., Path]) -> None:
     # Given each tensor of a module in place of each other one, then loading ends with an error of ours, or not
     refusals = 0

@@ -158,16 +158,12 @@ def long_work(count: int) -> list[Request]:
     ("family", "changes"),
     [
         ("llama", {"attention": "paged-sdpa"}),
-        *(
-            pytest.param(family, changes, marks=pytest.mark.exhaustive)
-            for family, changes in (
-                ("llama", {}),
-                ("gemma3", {"attention": "paged-sdpa", "num_blocks": 20}),
-                ("llama", {"attention": "paged-sdpa", "speculation": SpeculationConfig("ngram")}),
-            )
-        ),
+        ("llama", {}),
+        ("gemma3", {"attention": "paged-sdpa", "num_blocks": 20}),
+        ("llama", {"attention": "paged-sdpa", "speculation": SpeculationConfig("ngram")}),
     ],
 )
+@pytest.mark.exhaustive
 def test_preempted_rows_load_their_blocks_from_page_locked_memory(
     family: str, changes: dict[str, Any], tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,7 +227,7 @@ def test_a_prompt_is_pooled(tiny_model: TinyModel) -> None:
     "quantize",
     [
         "int8",
-        "int8-weight-only",
+        pytest.param("int8-weight-only", marks=pytest.mark.exhaustive),
         pytest.param("int4", marks=pytest.mark.exhaustive),
         pytest.param("fp8", marks=[BY_ROWS, pytest.mark.exhaustive]),
     ],
@@ -284,6 +280,7 @@ def test_int8_weights_alone_go_through_the_small_product() -> None:
     assert isinstance(int8_weight_only(weight), Int8WeightLinear)
 
 
+@pytest.mark.slow
 def test_attention_is_compiled_before_the_first_step(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """For layers with and without a window, whole and split, and with shared keys where there is no window."""
     compiled_for = ("QUERIES", "COLUMNS", "SPLIT", "WINDOW", "num_stages", "SHARED")
@@ -313,10 +310,9 @@ def test_attention_is_compiled_before_the_first_step(tiny_model: TinyModel, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-@pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("gemma3", "gemma4"))]
-)
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4"])
+@pytest.mark.exhaustive
 def test_a_prefix_is_read_once_for_the_rows_that_share_it(
     family: str, graphs: bool, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,6 +207,7 @@ class TestOnADevice:
             ),
         )  # fmt: skip
 
+    @pytest.mark.slow
     def test_an_engine_has_the_size_that_is_chosen_for_the_device(
         self, tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
     ) -> None:

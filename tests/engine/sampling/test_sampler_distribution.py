@@ -261,6 +261,7 @@ def test_each_draw_is_the_inverse_cdf_of_its_uniform(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_error_in_the_last_digits_changes_hardly_any_draw() -> None:
     """Given logits as another batch shape would give them, when each of 1,500 draws is made again, it is the same: also
     where a token is drawn that is a thousand times less likely than the error of a running sum over the vocabulary."""

@@ -52,6 +52,7 @@ def left_of(params: SamplingParams, output: list[int], masked: tuple[int, ...] |
     st.integers(0, 1000),
     st.integers(0, 7),
 )
+@pytest.mark.slow
 def test_each_row_samples_the_best_token_that_its_rules_leave(
     rows: list[tuple[dict[str, Any], tuple[int, ...] | None]], seed: int, moved_at: int
 ) -> None:

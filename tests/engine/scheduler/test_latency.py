@@ -129,6 +129,7 @@ def test_every_wait_is_counted_once_under_any_history(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(harness=harnesses(), history=histories())
+@pytest.mark.slow
 def test_running_and_waiting_choices_are_counted_by_class(harness: Harness, history: list[Event]) -> None:
     harness.depth = 1
     requests: list[Request] = []

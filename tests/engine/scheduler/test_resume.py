@@ -122,6 +122,7 @@ def visible(completion: Completion) -> list[Any]:
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_given_interruptions_when_requests_go_on_then_answers_are_those_of_an_unbroken_run(
     family: str, tiny_model: TinyModel
 ) -> None:

@@ -105,6 +105,7 @@ def test_hints_are_scaled_by_what_their_group_has_shown() -> None:
     assert lengths.expect(make_request("none", 0, expected_tokens=50)) == 0
 
 
+@pytest.mark.slow
 def test_answers_that_are_not_due_cost_no_ordering() -> None:
     # Given two rows, many short answers, and one at the end that is longer but short against all of them together,
     h = make(2)
@@ -196,6 +197,7 @@ def test_a_caller_behind_another_owners_flood_gets_blocks_at_once(tokens: int) -
     h.check_empty()
 
 
+@pytest.mark.slow
 def test_owners_with_equally_many_rows_take_nothing_from_each_other() -> None:
     h = make(4)
     flood(h, b"a", requests=20, n=8)
@@ -214,6 +216,7 @@ def test_one_owner_alone_gets_all_rows() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.integers(1, 3), st.integers(1, 6)), max_size=25))
+@pytest.mark.slow
 def test_an_owner_who_waits_has_as_many_rows_as_any_other_but_one(requests: list[tuple[bytes, int, int]]) -> None:
     h = make(5)
     for number, (owner, n, tokens) in enumerate(requests):

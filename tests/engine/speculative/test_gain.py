@@ -162,6 +162,7 @@ def test_given_a_small_job_then_nothing_is_drafted_that_could_not_pay_before_its
     assert drafted_by_budget(engine, EveryOtherStepProposer(engine, answers), 13).drafted == 0
 
 
+@pytest.mark.slow
 def test_given_a_large_job_that_copies_then_drafts_begin_and_gain(timed: Any) -> None:
     answers = {done.request_id: done.choices[0].token_ids.tolist() for done in timed(2).run(requests(40))}
     engine = timed(2)
@@ -170,6 +171,7 @@ def test_given_a_large_job_that_copies_then_drafts_begin_and_gain(timed: Any) ->
     assert stats.gained > 100
 
 
+@pytest.mark.slow
 def test_given_a_large_job_whose_drafts_are_all_wrong_then_they_lose_no_more_than_their_share(timed: Any) -> None:
     answers = {done.request_id: done.choices[0].token_ids.tolist() for done in timed(2).run(requests(40))}
     engine = timed(2)

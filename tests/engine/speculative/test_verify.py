@@ -111,6 +111,7 @@ def test_given_any_settings_when_drafts_are_checked_then_tokens_come_as_often_as
         assert p_value(second, reference(logits_of(VOCAB, 1), params, PROMPT.tolist(), [*context, drafts[0]])) > LEAST
 
 
+@pytest.mark.slow
 def test_given_a_rule_that_does_not_resample_then_the_same_test_sees_it() -> None:
     # Given a rule that accepts rightly, but draws from the whole distribution where it rejects,
     def broken(sampler: Sampler, drafted: Drafted, lines: torch.Tensor) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

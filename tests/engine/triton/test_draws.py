@@ -97,6 +97,7 @@ def check(kind: str, params: list[SamplingParams], device: torch.device, seed: i
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_the_tokens_are_those_of_torchs_operators(kind: str, device: torch.device) -> None:
     seed = KINDS.index(kind)
     rng = np.random.default_rng(seed)
@@ -165,6 +166,7 @@ def test_the_chain_modifies_the_logits_before(device: torch.device) -> None:
     assert got.logprobs[3][0] == want.logprobs[3][0]
 
 
+@pytest.mark.slow
 def test_a_row_is_read_at_most_five_times(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Besides the one block of the drawn token, which is read again."""
     if device.type == "cuda":

@@ -360,6 +360,7 @@ FIRST = ("qwen3", "gemma3")
     "family",
     [*FIRST, *(pytest.param(f, marks=pytest.mark.exhaustive) for f in FUSED if f not in {*FIRST, *LATENT})],
 )
+@pytest.mark.slow
 def test_whole_models_have_the_logits_of_torchs_form(family: str, tiny_model: TinyModel, device: torch.device) -> None:
     model = load(tiny_model(family), torch.float32, device)
     got, want = (logits_of(model, device, by_kernels=by_kernels) for by_kernels in (True, False))
@@ -368,6 +369,7 @@ def test_whole_models_have_the_logits_of_torchs_form(family: str, tiny_model: Ti
 
 
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3", marks=pytest.mark.exhaustive)])
+@pytest.mark.slow
 def test_bfloat16_rounds_no_worse_than_torchs_form(family: str, tiny_model: TinyModel, device: torch.device) -> None:
     exact = logits_of(load(tiny_model(family), torch.float32, device), device, by_kernels=False)
     model = load(tiny_model(family), torch.bfloat16, device)
@@ -376,6 +378,7 @@ def test_bfloat16_rounds_no_worse_than_torchs_form(family: str, tiny_model: Tiny
 
 
 @BY_ROWS
+@pytest.mark.slow
 def test_a_model_with_fp8_weights_makes_codes_where_one_product_reads_them(
     tiny_model: TinyModel, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

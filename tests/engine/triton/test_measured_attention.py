@@ -41,6 +41,7 @@ def there(device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_triton_agrees_with_itself_over_other_blocks_and_with_torchs_operators(there: torch.device) -> None:
     candidates = [
         measured.Candidate(

@@ -282,6 +282,7 @@ def test_two_leaders_at_once_do_no_harm(root: Root) -> None:
 
 
 @pytest.mark.parametrize(("speed", "refused"), [(0.1, True), (10_000.0, False), (None, False)])
+@pytest.mark.slow
 def test_a_job_that_would_be_late_is_refused_if_refuse_late_is_set(
     root: Root, speed: float | None, refused: bool
 ) -> None:

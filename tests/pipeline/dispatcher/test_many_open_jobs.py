@@ -120,6 +120,7 @@ def test_given_a_job_of_a_root_when_its_deadline_passes_then_it_expires_without_
     harness.close()
 
 
+@pytest.mark.slow
 def test_given_many_new_jobs_when_adding_them_is_slow_then_each_tick_adds_a_few(world: World) -> None:
     ids = [job(world, f"job-{number:02d}").name for number in range(JOBS)]
     harness, dispatcher = controller(replace(world, clock=FastClock()))

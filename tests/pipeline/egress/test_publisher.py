@@ -218,6 +218,7 @@ class CountingPublisher(Publisher):
         return super().announce(ledger)
 
 
+@pytest.mark.slow
 def test_given_an_idle_job_when_something_happens_then_it_is_announced_a_tenth_of_that_time_later_at_most(
     harness: KafkaHarness,
 ) -> None:

@@ -46,6 +46,7 @@ def test_a_slice_without_requests_is_no_sample() -> None:
 
 @pytest.mark.parametrize(("how", "workers"), [("time", ("w0",)), ("worker", WORKERS)])
 class TestPlantedArms:
+    @pytest.mark.slow
     def test_a_better_and_a_worse_arm_are_found_with_their_intervals(self, how: str, workers: tuple[str, ...]) -> None:
         experiment = make_experiment(assignment=how)
         found = {
@@ -59,6 +60,7 @@ class TestPlantedArms:
             assert late is not None
             assert late.low < late.mean < late.high
 
+    @pytest.mark.slow
     def test_equal_arms_are_not_found_different(self, how: str, workers: tuple[str, ...]) -> None:
         experiment = make_experiment(assignment=how)
         assert count_differences(experiment, range(100, 120), workers=workers) <= 2

@@ -102,6 +102,7 @@ def submit_job(harness: HttpHarness, key: str) -> str:
     return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h").id
 
 
+@pytest.mark.slow
 def test_the_status_has_workers_models_and_the_callers_own_backlog(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, permits=0) as harness:
         scopes = (Scope.FILES, Scope.BATCHES)

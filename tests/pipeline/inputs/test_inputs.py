@@ -53,12 +53,14 @@ def test_files_of_two_kinds_of_storage_are_no_input() -> None:
         open_pinned(InputRef(uri="x", format=InputFormat.JSONL, files=files))
 
 
+@pytest.mark.slow
 def test_local_inputs_are_read_without_loading_boto3() -> None:
     script = "import sys, pipeline.jobs.planning, pipeline.inputs.open; sys.exit('boto3' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("module", ["pipeline.adapters.s3.store", "pipeline.inputs.s3"])
+@pytest.mark.slow
 def test_without_boto3_one_line_says_what_to_install(module: str) -> None:
     script = f"""
 import importlib, sys

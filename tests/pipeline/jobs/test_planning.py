@@ -153,6 +153,7 @@ def test_a_job_that_is_planned_is_not_planned_again(world: World, source: Path) 
     assert world.store.log == before
 
 
+@pytest.mark.slow
 def test_given_a_planner_that_died_at_any_write_then_the_next_one_makes_the_plan_whole(
     world: World, source: Path
 ) -> None:
@@ -177,6 +178,7 @@ def test_given_a_planner_that_died_at_any_write_then_the_next_one_makes_the_plan
 
 
 @pytest.mark.parametrize("on_invalid", [OnInvalid.ROW, OnInvalid.JOB])
+@pytest.mark.slow
 def test_given_a_store_that_fails_at_any_call_then_planning_again_makes_the_plan_whole(
     world: World, source: Path, on_invalid: OnInvalid
 ) -> None:
@@ -209,6 +211,7 @@ def test_given_a_store_that_fails_at_any_call_then_planning_again_makes_the_plan
     assert calls > 15
 
 
+@pytest.mark.slow
 def test_given_planners_that_race_then_the_segment_that_stands_first_decides(world: World, source: Path) -> None:
     """Whenever the second planner comes by and does all of its work, each segment has one owner, and the shards and
     refused rows of that owner are the ones that count."""

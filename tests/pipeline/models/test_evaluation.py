@@ -59,6 +59,7 @@ def test_given_a_good_version_with_noise_when_judged_then_it_is_promoted() -> No
 
 
 @pytest.mark.parametrize("what", [{"agreement": 0.8}, {"slower": 1.25}])
+@pytest.mark.slow
 def test_given_a_version_just_at_a_limit_when_judged_again_and_again_then_it_is_seldom_promoted_or_found_bad(
     what: dict[str, float],
 ) -> None:
@@ -74,6 +75,7 @@ def test_given_a_version_just_at_a_limit_when_judged_again_and_again_then_it_is_
     assert found_bad <= 10
 
 
+@pytest.mark.slow
 def test_given_a_test_at_every_shard_when_judged_then_the_verdict_is_that_of_a_single_test() -> None:
     for seed in range(12):
         found = shards(128, seed=seed, agreement=0.84)

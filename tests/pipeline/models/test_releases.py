@@ -172,6 +172,7 @@ def test_given_drift_beyond_the_limit_when_answers_agree_then_it_is_rolled_back(
     assert last.outcome.reasons == ("log-probabilities differ by 0.9, the limit is 0.5",)
 
 
+@pytest.mark.slow
 def test_given_jobs_of_other_versions_and_a_share_when_copies_are_taken_then_only_of_what_belongs_to_it(
     harness: ReleasesHarness,
 ) -> None:

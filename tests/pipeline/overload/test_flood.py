@@ -24,6 +24,7 @@ def flooded(
 
 
 @pytest.mark.parametrize("num_gateways", [1, 3])
+@pytest.mark.slow
 def test_admitted_requests_of_a_flood_are_in_time_and_the_pool_is_full(num_gateways: int) -> None:
     pool, sent = flooded(SHED, num_gateways)
     assert share_in_time(sent) >= 0.95

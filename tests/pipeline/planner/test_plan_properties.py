@@ -47,6 +47,7 @@ plans = st.fixed_dictionaries(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(requests | bad, max_size=30), plans)
+@pytest.mark.slow
 def test_every_plan(tools: Any, lines: list[Any], plan: dict[str, int]) -> None:
     texts = [
         line if isinstance(line, str) else json.dumps({"custom_id": f"row {row}"} | line)

@@ -160,6 +160,7 @@ def published(client: Any, namespace: str, name: str, **dimensions: str) -> floa
     return max(values) if values else None
 
 
+@pytest.mark.slow
 def test_given_metrics_when_published_then_cloudwatch_has_them_by_installation_and_model(
     cloudwatch: Any, unique_name: Callable[[], str]
 ) -> None:

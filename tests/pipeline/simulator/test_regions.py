@@ -90,8 +90,14 @@ def test_given_equal_prices_then_all_jobs_run_at_home() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("second", [DAY_IS_CHEAP, 0.9], ids=["the other half of the day", "always"])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "second",
+    [
+        pytest.param(DAY_IS_CHEAP, id="the other half of the day"),
+        pytest.param(0.9, id="always", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_given_another_region_that_is_cheaper_then_all_together_cost_no_more_than_the_best_one(
     second: Any, seed: int
 ) -> None:

@@ -46,6 +46,7 @@ def all_rows(outcome: SimulationOutcome) -> bool:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.exhaustive
 def test_given_deadlines_of_hours_then_they_are_met_within_15_percent_of_the_least_cost(pattern: Pattern) -> None:
     seed = 1
     outcome, found = played(draw_trace(pattern, drawn(0.3), seed), settings(seed=seed))

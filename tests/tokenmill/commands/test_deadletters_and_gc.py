@@ -57,6 +57,7 @@ def take(store: FolderStore) -> int:
     return sum(1 for _ in find_ledgers(store))
 
 
+@pytest.mark.slow
 def test_given_a_refused_file_when_listed_shown_and_replayed_then_it_is_ingested(tokenmill: Cli, root: Path) -> None:
     table = tokenmill("deadletters", "list", "--root", root)
     assert "model_not_found" in table.out

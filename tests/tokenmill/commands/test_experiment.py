@@ -36,6 +36,7 @@ def measured(folder: Path, better: float) -> Experiment:
     return experiment
 
 
+@pytest.mark.slow
 def test_given_an_experiment_then_it_starts_shows_its_arms_and_stops(
     tokenmill: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +84,7 @@ def test_what_makes_no_experiment_is_refused(tokenmill: Any, folder: Path, optio
     assert not list((folder / "root").glob("experiments/*"))
 
 
+@pytest.mark.slow
 def test_a_report_has_means_differences_and_the_verdict(tokenmill: Any, folder: Path) -> None:
     measured(folder / "root", better=0.5)
     shown = run(tokenmill, "report", "--root", folder / "root")

@@ -93,6 +93,7 @@ def test_given_no_job_when_shown_then_the_error_is_one_line(tokenmill: Cli, fold
     assert "no such folder" in nowhere.error
 
 
+@pytest.mark.slow
 def test_given_an_input_when_estimated_then_tokens_add_up_and_nothing_is_written(
     tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
@@ -158,6 +159,7 @@ def test_given_the_devices_offered_when_compared_with_the_data_sheets_then_none_
 
 
 @pytest.mark.parametrize("context", [128, 256])
+@pytest.mark.slow
 def test_given_a_small_context_when_measured_then_prompts_fit_it(
     context: int, tokenmill: Cli, folder: Path, model_folder: Path
 ) -> None:
@@ -197,6 +199,7 @@ def test_given_a_bench_when_it_ends_then_its_results_are_printed_and_estimate_us
     assert 0 < here["seconds"] < 5
 
 
+@pytest.mark.slow
 def test_given_results_of_another_machine_when_estimated_then_its_price_is_the_books_and_workers_share_the_job(
     tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +257,7 @@ def test_given_a_folder_when_pulled_then_it_is_taken_as_it_is(tokenmill: Cli, mo
     assert tokenmill("models", "pull", model_folder, "--json").json()["path"] == str(model_folder)
 
 
+@pytest.mark.slow
 def test_given_no_network_when_a_hub_name_is_pulled_then_the_error_is_one_line(folder: Path) -> None:
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(

@@ -90,6 +90,7 @@ def fetched(url: str) -> Any:
 
 
 @pytest.mark.usefixtures("root")
+@pytest.mark.slow
 def test_given_http_when_keda_requests_a_pool_then_it_gets_the_number(processes: Processes) -> None:
     serving = processes.start(
         "-m", "tokenmill", "autoscale", "--adapter", "http", "--metrics-port", 0, "--interval", 1
@@ -145,6 +146,7 @@ def test_given_a_setting_that_is_missing_then_it_is_named(
     assert says in done.err
 
 
+@pytest.mark.slow
 def test_given_a_pattern_when_it_is_simulated_then_there_are_results_and_a_table(tokenmill: Any) -> None:
     arguments = ("simulate", "--pattern", "bursts", "--gpus", 4, "--hours", 6, "--seed", 3, "--price-per-hour", 2)
     found = json.loads(tokenmill(*arguments, "--json").out)
@@ -172,6 +174,7 @@ tenant-0 = ["eu"]
 """
 
 
+@pytest.mark.slow
 def test_given_regions_when_they_are_simulated_then_each_has_results_and_one_alone_is_compared(
     tokenmill: Any, tmp_path: Path
 ) -> None:

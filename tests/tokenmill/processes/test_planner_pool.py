@@ -90,6 +90,7 @@ def requests(path: Path, rows: int = 3) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_planner_process_gets_loads_and_labels_from_its_parent(
     root: Root, clock: ManualClock, tmp_path: Path
 ) -> None:
@@ -203,6 +204,7 @@ def test_given_a_planner_that_is_killed_then_its_job_is_blamed_and_another_proce
     assert pid not in pool.pids
 
 
+@pytest.mark.slow
 def test_given_a_planner_that_another_process_stops_then_its_job_has_no_failure(
     root: Root, pool: PlannerPool, tmp_path: Path
 ) -> None:
@@ -213,6 +215,7 @@ def test_given_a_planner_that_another_process_stops_then_its_job_has_no_failure(
             planning.result()
 
 
+@pytest.mark.slow
 def test_given_a_plan_under_way_when_the_pool_is_closed_then_its_processes_end_and_nothing_is_blamed(
     root: Root, pool: PlannerPool, tmp_path: Path
 ) -> None:
@@ -223,6 +226,7 @@ def test_given_a_plan_under_way_when_the_pool_is_closed_then_its_processes_end_a
     assert not pool.pids
 
 
+@pytest.mark.slow
 def test_given_a_job_that_was_closed_before_it_was_planned_then_the_pool_returns_its_outcome(
     root: Root, pool: PlannerPool, tmp_path: Path
 ) -> None:
@@ -231,6 +235,7 @@ def test_given_a_job_that_was_closed_before_it_was_planned_then_the_pool_returns
     assert pool.plan(closed, in_time=True).closed is JobStatus.CANCELLED
 
 
+@pytest.mark.slow
 def test_given_processes_that_cant_open_the_root_then_no_job_is_blamed(
     root: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +251,7 @@ def test_given_processes_that_cant_open_the_root_then_no_job_is_blamed(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_given_a_plan_under_way_when_it_is_cancelled_then_its_process_ends_without_blame_and_others_are_planned(
     root: Root, pool: PlannerPool, tmp_path: Path
 ) -> None:
@@ -270,6 +276,7 @@ def planning_of(pool: PlannerPool, job: JobLedger, thread: ThreadPoolExecutor) -
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_given_a_stopped_planner_when_it_reports_no_progress_for_too_long_then_it_is_killed_and_its_job_is_blamed(
     root: Root, pool: PlannerPool, clock: ManualClock, tmp_path: Path
 ) -> None:
@@ -390,6 +397,7 @@ class Installed:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_given_a_damaged_file_of_16_bytes_when_it_is_served_then_its_job_fails_and_others_complete_also_after_a_restart(
     root: Root, tmp_path: Path
 ) -> None:

@@ -125,6 +125,7 @@ def test_a_dead_process_ends_the_run_and_the_same_command_goes_on(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_process_outlives_a_run_that_is_killed(
     folder: Path, model_folder: Path, chat: Any, write_lines: Any
 ) -> None:

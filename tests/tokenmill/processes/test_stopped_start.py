@@ -123,7 +123,7 @@ def check_end(process: subprocess.Popen[bytes], folder: Path) -> str:
         pytest.param("dispatcher", "import", "redis", RAISED, marks=pytest.mark.exhaustive),
         ("dispatcher", "fcntl.flock", None, RAISED),
         pytest.param("gateway", "socket.bind", None, RAISED, marks=pytest.mark.exhaustive),
-        ("serve", "socket.bind", None, RAISED),
+        pytest.param("serve", "socket.bind", None, RAISED, marks=pytest.mark.exhaustive),
         ("dispatcher", "import", "schemas.jobs.job", WRAPPED),
         pytest.param("dispatcher", "import", "tokenmill.cli", FINALIZED, marks=pytest.mark.exhaustive),
         pytest.param("dispatcher", "fcntl.flock", None, FINALIZED, marks=pytest.mark.exhaustive),

@@ -24,6 +24,7 @@ def processes(tmp_path: Path, redis_server: RedisServer) -> Iterator[Processes]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_given_a_namespace_when_a_dispatcher_runs_then_cloudwatch_hears_of_it(
     processes: Processes, s3_server: MotoServer, unique_name: Callable[[], str]
 ) -> None:

@@ -178,6 +178,7 @@ def test_given_two_null_workers_when_one_is_killed_then_all_texts_are_those_work
     assert two[0] != two[1]
 
 
+@pytest.mark.exhaustive
 def test_given_jobs_whose_objects_are_damaged_then_worker_and_dispatcher_live_and_the_other_job_ends(
     cluster: Cluster, model_folder: Path, chat: Any, write_lines: Callable[..., Path], results: Any
 ) -> None:

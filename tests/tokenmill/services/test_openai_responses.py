@@ -221,6 +221,7 @@ def test_each_error_is_the_clients_own_class_and_names_the_field(served: Served)
         client.responses.retrieve("resp_1")
 
 
+@pytest.mark.exhaustive
 def test_a_batch_gives_the_responses_of_interactive_requests(
     served: Served, write_lines: Callable[..., Path], tokenmill: Any, results: Any, tmp_path: Path
 ) -> None:

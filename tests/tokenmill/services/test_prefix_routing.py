@@ -64,6 +64,7 @@ def wait_until_routed(cluster: LaneCluster, model: Path) -> None:
     wait_for(is_routed, "no request is addressed to a worker")
 
 
+@pytest.mark.exhaustive
 def test_given_a_worker_that_is_killed_while_requests_wait_for_it_then_all_are_answered(
     cluster: LaneCluster, model_folder: Path
 ) -> None:

@@ -16,7 +16,7 @@ from tests.tokenmill.command_processes import Processes
 from tests.waiting import HANG_SECONDS
 from tests.workers.structured import thinking_templates
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 BUDGET = 9
 

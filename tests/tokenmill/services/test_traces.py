@@ -286,6 +286,7 @@ def test_given_an_unreachable_collector_then_remaining_spans_are_discarded_in_ti
         traces.begin("lost").end()
 
 
+@pytest.mark.slow
 def test_given_no_variable_then_nothing_of_opentelemetrys_sdk_is_imported(tmp_path: Path) -> None:
     program = "import sys, tokenmill.commands.serve, tokenmill.services.gateway\n"
     program += "import pipeline.ingest.intake, pipeline.lane.client\n"

@@ -51,6 +51,7 @@ def _body(number: int) -> dict[str, Any]:
     return {"model": "null", "messages": messages, "max_tokens": 8, "temperature": 0}
 
 
+@pytest.mark.exhaustive
 def test_given_an_empty_pool_when_callers_wait_then_they_start_a_worker_and_are_answered(
     cluster: LaneCluster, model_folder: Path, tokenmill: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, kit: An
         assert worker.error is None, worker.error
 
 
+@pytest.mark.slow
 def test_a_prompts_tokens_are_those_that_the_model_gets(served: Served) -> None:
     prompt = "Hello <turn> naïve"
     found = served.post("/tokenize", prompt=prompt, return_token_strs=True)

@@ -174,6 +174,7 @@ def tool_call(kit: Any, text: str, **more: Any) -> dict[str, Any]:
     return made
 
 
+@pytest.mark.slow
 def test_the_text_of_a_tool_call_is_judged(model: LoadedModel, birds: Policies, kit: Any) -> None:
     sink = rows_of(kit, model, [tool_call(kit, FORBIDDEN), tool_call(kit, FINE)], birds)
     assert (sink.rows[0].finish_reason, message_of(sink.rows[0]).tool_calls) == ("content_filter", None)
@@ -250,6 +251,7 @@ def check_cut(text: str) -> None:
     assert len(text) > len(LEAD) - 20
 
 
+@pytest.mark.slow
 def test_a_stream_ends_before_the_word_and_nothing_more_is_computed(
     model: LoadedModel, birds: Policies, kit: Any
 ) -> None:
@@ -334,6 +336,7 @@ def test_a_call_is_emitted_up_to_the_refused_word(model: LoadedModel, birds: Pol
 
 
 @pytest.mark.parametrize("first", ["with", pytest.param("without", marks=pytest.mark.exhaustive)])
+@pytest.mark.slow
 def test_a_resumed_attempt_emits_the_rest_and_finds_a_word_that_had_begun(
     model: LoadedModel, birds: Policies, kit: Any, first: str
 ) -> None:

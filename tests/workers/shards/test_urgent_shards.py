@@ -86,6 +86,7 @@ def run(kit: Any, model: Any, source: TieredSource) -> Any:
     return sink
 
 
+@pytest.mark.slow
 def test_an_urgent_shard_is_opened_before_full_bulk_ones_and_its_rows_start_first(host: Any, kit: Any) -> None:
     # Given a machine that is full of bulk work, with more than it may open, when an urgent shard comes,
     model = host(max_num_seqs=4)

@@ -187,6 +187,7 @@ def test_in_a_pool_for_half_of_them_little_is_lost(run: Callable[..., JobRun]) -
     assert done.tail_share < 0.03
 
 
+@pytest.mark.slow
 def test_the_longest_answer_is_the_last_to_end_only_by_its_own_length(run: Callable[..., JobRun]) -> None:
     """Given a job with less work than its longest answer takes alone, in several shards, then all that is long starts
     at once, wherever it stands, and the job ends with it."""

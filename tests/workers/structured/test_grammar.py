@@ -182,6 +182,7 @@ HOSTILE: list[Any] = [
 
 
 @pytest.mark.parametrize("source", HOSTILE, ids=lambda source: source.text.replace("\n", " ")[30:110])
+@pytest.mark.slow
 def test_hostile_grammars_cost_little_and_fail_by_themselves(
     grammars: Grammars, byte_level: Tokenizer, source: GrammarSource
 ) -> None:
@@ -264,6 +265,7 @@ TOO_WIDE = [
 
 
 @pytest.mark.parametrize("source", TOO_WIDE, ids=["choices", "properties"])
+@pytest.mark.slow
 def test_a_grammar_whose_beginning_is_too_large_is_refused_when_it_is_compiled(
     grammars: Grammars, source: GrammarSource
 ) -> None:

@@ -243,6 +243,7 @@ NAMED = {"type": "function", "function": {"name": "count-it"}}
 
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("family", ["HERMES", "LLAMA", "MISTRAL", "BARRED"])
+@pytest.mark.slow
 def test_calls_that_must_come_do_in_each_familys_way(
     long_folder: Path, marked_folder: Path, answer: Any, kit: Any, family: str, marked: bool
 ) -> None:
@@ -273,6 +274,7 @@ def test_calls_that_must_come_do_in_each_familys_way(
     ("family", "marker", "bias"),
     [("HERMES", "<tool_call>", 6), ("MISTRAL", "[TOOL_CALLS]", 5), ("BARRED", "<|tool_call|>", 4), ("LLAMA", "{", 99)],
 )
+@pytest.mark.slow
 def test_calls_may_come_and_then_follow_their_schemas(
     marked_folder: Path, answer: Any, kit: Any, family: str, marker: str, bias: int
 ) -> None:
@@ -299,6 +301,7 @@ def test_calls_may_come_and_then_follow_their_schemas(
         assert marker not in (choice.message.content or "") or family == "LLAMA"
 
 
+@pytest.mark.slow
 def test_an_answer_is_the_same_with_drafts_and_without(
     long_folder: Path, hermes: LoadedModel, answer: Any, kit: Any
 ) -> None:
@@ -415,6 +418,7 @@ def assemble_answer(events: Sequence[Any], choice: int) -> tuple[str, list[dict[
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_stream_emits_the_calls_of_the_response(marked_folder: Path, kit: Any, family: str, every: int) -> None:
     model = load(marked_folder, getattr(tool_templates, family))
     body = kit.chat("x", seed=5, tool_choice="required", n=2, **ONE)

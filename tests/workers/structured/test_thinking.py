@@ -259,6 +259,7 @@ def test_a_continued_thought_goes_on(model: LoadedModel, kit: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_drafts_preemptions_and_choices_keep_the_thought(model: LoadedModel, kit: Any) -> None:
     bodies = bodies_of(kit, n=2, **favoured(model))
     bodies += bodies_of(kit, response_format=FORMAT, temperature=0, **favoured(model))

@@ -138,6 +138,7 @@ def test_text_that_is_held_back_is_not_read_with_each_piece(form: ToolFormat, be
         assert content == begin + piece * 500
 
 
+@pytest.mark.slow
 def test_a_head_of_a_call_is_bounded_however_it_comes() -> None:
     for length, is_call in ((MAX_HEAD_CHARS - 30, True), (MAX_HEAD_CHARS, False)):
         text = '<tool_call>\n{"name": "' + "a" * length + '", "arguments": {"b": 1}}\n</tool_call>'

@@ -119,6 +119,7 @@ def test_the_beginning_of_a_surrogate_is_pending_as_it_is_read(kits: dict[str, T
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece", "word_pieces"])
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
+@pytest.mark.slow
 def test_the_stream_is_always_a_prefix_of_the_final_text(
     kits: dict[str, Tokenizer], kind: str, data: st.DataObject
 ) -> None:

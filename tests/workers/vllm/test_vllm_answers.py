@@ -267,6 +267,7 @@ def test_bad_rows_have_the_codes_of_our_engine(model: LoadedModel, folder: Path,
     assert found[-1].text == expected[-1].text
 
 
+@pytest.mark.slow
 def test_a_model_refuses_settings_before_it_is_loaded(folder: Path) -> None:
     from workers.model.loaded_model import check_vllm  # noqa: PLC0415
 

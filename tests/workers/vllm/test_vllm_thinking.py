@@ -42,6 +42,7 @@ def model(request: Any, tmp_path_factory: pytest.TempPathFactory, tiny_models: A
     loaded.close()
 
 
+@pytest.mark.slow
 def test_budgets_are_kept_and_forms_bind_behind_thoughts(model: LoadedModel, kit: Any) -> None:
     budgets = [0, 1, 3, 9, 20, 40]
     bodies = [kit.chat(f"{b}", seed=b, max_tokens=90, thinking_token_budget=b) for b in budgets]

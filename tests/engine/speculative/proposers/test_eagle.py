@@ -101,7 +101,7 @@ def sampling_like(request: Request, vocab_size: int) -> Callable[[Tensor, int], 
         ("midlayer", "llama", "native", [0, 1, 2]),
         pytest.param("midlayer", "gemma3", "paged-sdpa", [1, 3, 4], marks=pytest.mark.exhaustive),
         pytest.param("speculators", "llama", "paged-sdpa", [1, 2, 3], marks=pytest.mark.exhaustive),
-        ("speculators", "gemma3", "native", [0, 2, 4]),
+        pytest.param("speculators", "gemma3", "native", [0, 2, 4], marks=pytest.mark.exhaustive),
     ],
 )
 def test_given_a_random_head_when_it_drafts_then_its_drafts_are_those_of_the_paper(
@@ -152,12 +152,13 @@ def test_given_a_random_head_when_it_drafts_then_its_drafts_are_those_of_the_pap
 @pytest.mark.parametrize(
     ("family", "attention", "prefix_caching"),
     [
-        pytest.param("llama", "native", True, marks=pytest.mark.exhaustive),
-        pytest.param("llama", "paged-sdpa", False, marks=pytest.mark.exhaustive),
+        ("llama", "native", True),
+        ("llama", "paged-sdpa", False),
         ("gemma3", "native", True),
-        pytest.param("qwen3", "native", False, marks=pytest.mark.exhaustive),
+        ("qwen3", "native", False),
     ],
 )
+@pytest.mark.exhaustive
 def test_given_any_kind_of_request_and_few_blocks_when_a_head_drafts_then_answers_are_those_without(
     family: str, attention: str, prefix_caching: bool, tiny_model: TinyModel, tmp_path: Path
 ) -> None:

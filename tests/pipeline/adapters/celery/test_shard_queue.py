@@ -91,6 +91,7 @@ class TestCeleryQueueElsewhereContract(QueueContract):
 # -- the server's faults
 
 
+@pytest.mark.slow
 def test_a_taker_finds_what_is_put_after_its_server_was_killed_and_came_back_empty(
     redis_server: RedisServer, queue: CeleryQueue, open_queue: OpenQueue
 ) -> None:

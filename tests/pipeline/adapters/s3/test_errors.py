@@ -52,6 +52,7 @@ def test_missing_credentials(
     assert ": can't create it: no credentials were found; set AWS_ACCESS_KEY_ID and" in message
 
 
+@pytest.mark.slow
 def test_credentials_that_the_server_does_not_know(
     durable_s3_server: SeaweedServer, unique_name: Callable[[], str], tmp_path: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_credentials_that_the_server_does_not_know(
         (503, "SlowDown", r"was busy or failing \(SlowDown, 503\) for 0.2 s; try again later"),
     ],
 )
+@pytest.mark.slow
 def test_what_the_server_says_in_plain_words(
     proxy: FaultyHttp, s3_server: MotoServer, bucket: str, tmp_path: Path, status: int, code: str, said: str
 ) -> None:
@@ -104,6 +106,7 @@ def test_a_server_out_of_reach(s3_server: MotoServer, tmp_path: Path) -> None:
     assert message.endswith("for 0.1 s; check the endpoint and the network")
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer(s3_server: MotoServer, bucket: str, tmp_path: Path) -> None:
     store = open_s3(s3_server, bucket, "", tmp_path, read_seconds=0.2, retry_timeout_seconds=0.1)
     s3_server.pause()

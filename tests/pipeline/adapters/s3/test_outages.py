@@ -61,6 +61,7 @@ def heals_after(proxy: FaultyHttp, seconds: float) -> Callable[[float], None]:
     return lambda slept: proxy.clear() if slept > seconds else None
 
 
+@pytest.mark.slow
 def test_given_a_server_that_fails_for_a_while_then_it_is_logged_at_once_and_when_it_is_over(
     proxy: FaultyHttp, store: Callable[[Clock], S3Store]
 ) -> None:

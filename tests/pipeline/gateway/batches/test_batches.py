@@ -85,6 +85,7 @@ def test_the_whole_life_of_a_batch(tmp_path: Path) -> None:
         assert [one.id for one in client.batches.list()] == [batch.id]
 
 
+@pytest.mark.slow
 def test_pages_start_after_any_id_in_both_orders(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness:
         client = harness.client()
@@ -132,6 +133,7 @@ def test_a_batch_may_have_an_error_file_only(tmp_path: Path) -> None:
         assert done.error_file_id is not None
 
 
+@pytest.mark.slow
 def test_cancelled_and_expired_batches_retain_finished_rows(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, permits=1, intake=SMALL) as harness:
         client = harness.client()
@@ -169,6 +171,7 @@ def test_cancelled_and_expired_batches_retain_finished_rows(tmp_path: Path) -> N
         assert expired.error_file_id is not None
 
 
+@pytest.mark.slow
 def test_results_of_a_running_batch_can_be_read_and_failed_rows_retried(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, permits=1, intake=SMALL) as harness, harness.http() as http:
         client = harness.client()

@@ -28,6 +28,7 @@ class SmallDisk(type(LOCAL_DISK)):  # type: ignore[misc]
         return super().write_new(*args, **more)
 
 
+@pytest.mark.slow
 def test_a_full_disk_refuses_writes_serves_reads_and_chats_and_loses_nothing(tmp_path: Path) -> None:
     disk = SmallDisk()
     with run_http_harness(tmp_path, disk=disk, finalize=False) as harness, harness.http() as http:

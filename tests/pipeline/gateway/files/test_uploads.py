@@ -195,6 +195,7 @@ def test_a_range_is_equal_to_a_slice(size: int, first: int | None, last: int | N
     assert got == expected
 
 
+@pytest.mark.slow
 def test_files_of_each_format_can_be_uploaded(tmp_path: Path) -> None:
     """Bytes tell the formats apart, and a name only CSV from JSONL."""
     table = pa.table({"custom_id": ["a", "b"], "prompt": ["one", "two"]})

@@ -187,6 +187,7 @@ def test_requests_from_pages_of_other_sites_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ends", ["revoked", "expired"])
+@pytest.mark.slow
 def test_a_websocket_refuses_requests_once_its_key_is_revoked(tmp_path: Path, ends: str) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
     first = {"type": "request", "url": "/v1/chat/completions", "body": body | {"tokenmill": {"resume": 30}}}

@@ -48,6 +48,7 @@ def fetch(harness: HttpHarness, path: str, accept: str, method: str = "GET", **h
 
 @pytest.mark.parametrize("coding", ["gzip", "zstd"])
 @pytest.mark.parametrize("path", ["/openapi.json", "/v1/files"])
+@pytest.mark.slow
 def test_large_json_is_compressed_when_it_is_asked_for(
     harness: HttpHarness, output: str, path: str, coding: str
 ) -> None:
@@ -170,6 +171,7 @@ def test_the_coding_is_the_one_with_the_largest_weight(accept: str, coding: str 
 
 
 @given(st.lists(st.binary(max_size=5_000), max_size=8), st.sampled_from(["gzip", "zstd"]))
+@pytest.mark.slow
 def test_any_chunks_are_one_compressed_stream(chunks: list[bytes], coding: Any) -> None:
     packed = b"".join(compressed(chunks, coding))
     assert unpacked(packed, coding) == b"".join(chunks)

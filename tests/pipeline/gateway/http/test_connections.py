@@ -320,6 +320,7 @@ def test_the_number_of_unread_messages_is_bounded(tmp_path: Path) -> None:
         wait_for(lambda: not harness.app.bodies._total, "it is not released")
 
 
+@pytest.mark.slow
 def test_a_peer_that_sends_pings_and_reads_nothing_gets_no_further_pongs(tmp_path: Path) -> None:
     pings, batch = 80_000, 1_000
     with run_http_harness(tmp_path) as harness, dial(harness) as connection:

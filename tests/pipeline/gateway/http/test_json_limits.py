@@ -92,6 +92,7 @@ def _texts() -> st.SearchStrategy[bytes]:
 
 
 @given(_texts(), st.integers(0, 8), st.integers(1, 9))
+@pytest.mark.slow
 def test_depth_is_counted_correctly_for_any_window_boundary(text: bytes, depth: int, window: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("pipeline.gateway.http.json_limits._WINDOW", window)

@@ -72,6 +72,7 @@ def stored() -> tuple[CountingStore, list[str]]:
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
 @pytest.mark.parametrize("behind", [None, 0, MANY // 2, MANY - 8])
+@pytest.mark.slow
 def test_a_page_of_a_large_index_reads_only_its_length(
     world: World, stored: tuple[CountingStore, list[str]], order: Order, behind: int | None
 ) -> None:

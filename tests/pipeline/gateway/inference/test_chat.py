@@ -230,6 +230,7 @@ def request_and_read_little(harness: HttpHarness, **more: Any) -> socket.socket:
     return slow
 
 
+@pytest.mark.slow
 def test_a_peer_that_reads_nothing_is_disconnected(tmp_path: Path) -> None:
     inference = InferenceSettings(caps={Tier.INTERACTIVE: 10**9})
     large = StreamSettings(buffer_bytes=1 << 30)  # else the overrun may end a stream, and its connection stays
@@ -249,6 +250,7 @@ def test_a_peer_that_reads_nothing_is_disconnected(tmp_path: Path) -> None:
         assert len(harness.worker.unwanted) == 2
 
 
+@pytest.mark.slow
 def test_a_slow_reader_that_makes_progress_is_not_disconnected(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, settings=GatewayOptions(write_timeout_seconds=0.5)) as harness:
         harness.worker.text = "x" * 20_000

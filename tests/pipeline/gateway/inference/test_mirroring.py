@@ -208,6 +208,7 @@ def test_a_header_names_the_version_that_answers(harness: HttpHarness, stream: b
     assert named() == "tiny", "the stable version answers instead"
 
 
+@pytest.mark.slow
 def test_one_user_gets_answers_of_one_version(harness: HttpHarness) -> None:
     begin(harness, RULES, canary=True)
     with candidate(harness, text="other "):
@@ -241,6 +242,7 @@ def taken(harness: HttpHarness) -> tuple[Any, LaneRequest]:
     return worker, request
 
 
+@pytest.mark.slow
 def test_what_a_candidate_hands_back_is_answered_by_the_stable_version_alone(harness: HttpHarness) -> None:
     begin(harness, RULES.model_copy(update={"canary": 1.0}), canary=True)
     found: list[str] = []
@@ -268,6 +270,7 @@ def test_the_answer_of_the_other_version_is_not_cached_as_the_candidates(
     assert count(harness, "canary") == 3
 
 
+@pytest.mark.slow
 def test_after_a_promotion_the_old_version_ends_what_it_holds_and_new_requests_go_to_the_new_one(
     harness: HttpHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

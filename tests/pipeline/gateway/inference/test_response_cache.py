@@ -99,6 +99,7 @@ def test_another_request_tenant_or_model_has_its_own_cache_entry(harness: HttpHa
     assert len(harness.worker.requests) == before + len(others) + 3
 
 
+@pytest.mark.slow
 def test_streams_are_served_from_the_cache(harness: HttpHarness) -> None:
     streaming: Any = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "n": 2}
     cached_response(harness, logprobs=True, n=2)
@@ -146,6 +147,7 @@ def test_nondeterministic_and_failed_responses_are_not_cached(harness: HttpHarne
     assert cache.find("a", "x")
 
 
+@pytest.mark.slow
 def test_a_cached_response_is_used_only_with_the_same_content_policies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

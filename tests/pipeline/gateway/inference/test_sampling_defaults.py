@@ -42,6 +42,7 @@ def test_a_request_gets_the_models_defaults_where_it_sets_none(harness: HttpHarn
     assert (second.get("temperature", 1.0), second["top_k"]) == (1.0, 20)
 
 
+@pytest.mark.slow
 def test_a_response_is_cached_by_the_values_that_apply(harness: HttpHarness) -> None:
     client = harness.client()
 

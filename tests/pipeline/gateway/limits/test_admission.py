@@ -245,6 +245,7 @@ def test_two_gateways_share_their_counts(redis_server: RedisServer, prefix: str)
         client.close()
 
 
+@pytest.mark.slow
 def test_all_requests_are_admitted_and_a_warning_is_logged_without_redis(
     redis_server: RedisServer, prefix: str
 ) -> None:
@@ -331,6 +332,7 @@ def test_the_default_limit_of_rows_is_unchanged_while_heartbeats_cant_be_read(mo
     assert capacity.rows() == 192
 
 
+@pytest.mark.slow
 def test_a_chat_request_takes_n_rows(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, rates=RateSettings(default_rows=lambda: 8)) as harness:
         ours, theirs = (harness.client(harness.keys.create(tenant, ALL)[1]) for tenant in ("a", "b"))
@@ -440,6 +442,7 @@ def test_open_jobs_of_a_tenant_are_limited(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limited", ["jobs", "tokens"])
+@pytest.mark.slow
 def test_a_retry_counts_as_a_job(tmp_path: Path, limited: str) -> None:
     # Given a batch with a row that failed, of a tenant who may have one open job, or a backlog of a token,
     rates = RateSettings(tenant=RateLimits(running_jobs=1 if limited == "jobs" else None))

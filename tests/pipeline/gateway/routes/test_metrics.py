@@ -52,6 +52,7 @@ def batch(harness: HttpHarness, data: bytes, **more: Any) -> Any:
     return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", **more)
 
 
+@pytest.mark.slow
 def test_metrics_require_their_scope_where_keys_are_required(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness, harness.http() as anonymous:
         assert anonymous.get("/metrics").status_code == 200
@@ -71,6 +72,7 @@ def test_a_page_of_another_site_gets_no_data(tmp_path: Path) -> None:
         assert http.get("/metrics", headers={"Origin": harness.url}).status_code == 200
 
 
+@pytest.mark.slow
 def test_rows_and_tokens_are_those_of_the_manifests(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness:
         jobs = [batch(harness, lines(23)), batch(harness, lines(7))]

@@ -45,6 +45,7 @@ def due(world: World) -> list[str]:
     return [info.key for prefix in (WANTED, DUE) for info in world.store.list(prefix)]
 
 
+@pytest.mark.slow
 def test_openais_client_reads_the_end_of_a_batch(harness: HttpHarness, receiver: Receiver) -> None:
     with running_notifier(harness.world, endpoint(receiver.url("/hook?token=1"))):
         batch = submit(harness)
@@ -66,6 +67,7 @@ def test_openais_client_reads_the_end_of_a_batch(harness: HttpHarness, receiver:
             OpenAI(api_key="x", webhook_secret=SECRET).webhooks.unwrap(wrong, delivery.headers)
 
 
+@pytest.mark.slow
 def test_each_final_status_is_sent_to_its_subscribers(tmp_path: Path, receiver: Receiver) -> None:
     noticed = IntakeSettings(noticed=frozenset({"default"}))
     only = endpoint(receiver.url("/only"), events=frozenset({"batch.cancelled"}))
@@ -155,6 +157,7 @@ def test_after_a_crash_events_are_repeated_and_none_is_lost(harness: HttpHarness
     assert len({one.headers["webhook-id"] for one in receiver.received}) == 1
 
 
+@pytest.mark.slow
 def test_a_slow_or_dead_endpoint_does_not_delay_others(harness: HttpHarness, receiver: Receiver) -> None:
     slow, dead = Receiver(), Receiver()
     slow.slow = 1.5

@@ -150,6 +150,7 @@ def eventually(there: Callable[[], Any], seconds: float = WAIT) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_file_and_inline_requests_go_the_whole_way_to_an_outcome(harness: CeleryHarness) -> None:
     harness.ingest()
     source = harness.folder / "rows.jsonl"
@@ -375,6 +376,7 @@ def test_a_job_is_cancelled_by_its_id(harness: CeleryHarness) -> None:
     assert closing.kind == "cancel"
 
 
+@pytest.mark.slow
 def test_ingest_survives_a_restart_of_its_broker(harness: CeleryHarness, redis_server: RedisServer) -> None:
     harness.ingest()
     first = harness.run_task("submit", requests(1))

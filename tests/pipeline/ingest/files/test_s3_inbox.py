@@ -214,6 +214,7 @@ def test_given_uploads_at_once_and_in_parts_when_events_come_then_each_is_one_jo
     assert harness.dead_letters() == []
 
 
+@pytest.mark.slow
 def test_given_events_that_get_lost_when_the_watch_sweeps_then_nothing_is(harness: NotifiedInboxHarness) -> None:
     harness.put("a.jsonl", LINE)
     harness.sqs.purge_queue(QueueUrl=harness.queue_url)
@@ -398,6 +399,7 @@ def test_given_an_announced_sidecar_when_it_comes_later_then_the_file_waits_for_
     assert job.tier == "bulk"
 
 
+@pytest.mark.slow
 def test_given_an_announced_sidecar_that_never_comes_when_the_wait_is_over_then_it_is_a_dead_letter(
     harness: NotifiedInboxHarness,
 ) -> None:

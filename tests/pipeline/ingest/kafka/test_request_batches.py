@@ -78,6 +78,7 @@ def test_given_records_of_several_kinds_when_they_come_then_each_kind_is_a_job_a
     assert [(batch.partition, batch.last) for batch in harness.batches()][-1] == (1, 9)
 
 
+@pytest.mark.slow
 def test_given_all_was_taken_when_another_group_reads_it_again_then_no_job_is_new(harness: KafkaHarness) -> None:
     harness.produce([ProducedRecord(request(f"a{n}")) for n in range(30)])
     with harness.running(harness.ingest()):
@@ -141,6 +142,7 @@ def test_given_poison_when_it_comes_between_good_records_then_it_is_a_dead_lette
     assert headers["tokenmill-deadletter-offset"] == b"5"
 
 
+@pytest.mark.slow
 def test_given_the_dead_letters_topic_does_not_answer_when_poison_comes_then_the_object_counts_and_reading_goes_on(
     harness: KafkaHarness,
 ) -> None:

@@ -46,6 +46,7 @@ def test_of_a_small_job_the_sample_is_the_shards_that_planning_makes(tools: Any)
     assert estimate.sequences == 300
 
 
+@pytest.mark.slow
 def test_of_a_large_job_the_sample_stays_small_and_comes_from_everywhere(tools: Any) -> None:
     lines = data(tools, 3000)
     sample, estimate = sampled(tools, lines, max_tokens=20_000, piece_tokens=500)

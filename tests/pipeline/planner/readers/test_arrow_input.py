@@ -71,6 +71,7 @@ MESSAGES_TYPES = [
 
 
 @given(rows, st.sampled_from(FORMS), st.sampled_from([None, "lz4", "zstd"]), st.integers(1, 8), st.booleans())
+@pytest.mark.slow
 def test_any_arrow_is_read_as_the_same_columns_of_parquet(
     values: list[dict[str, Any]], form: str, compression: str | None, batch_rows: int, coded: bool
 ) -> None:

@@ -98,6 +98,7 @@ def test_an_empty_file_is_a_job_without_rows(tools: Any) -> None:
         assert [segment.last for segment in planned.sink.committed] == [True]
 
 
+@pytest.mark.slow
 def test_a_file_of_only_bad_lines_is_planned(tools: Any) -> None:
     planned = tools.plan(b"x\n" * 5000)
     assert (planned.summary.total, planned.summary.rejected, planned.shards) == (5000, 5000, {})

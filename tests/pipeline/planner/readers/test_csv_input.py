@@ -68,6 +68,7 @@ cells = st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=
     st.sampled_from(["prompt", "messages", "body", "input"]),
     st.sampled_from(["\n", "\r\n"]),
 )
+@pytest.mark.slow
 def test_any_csv_is_read_as_the_same_columns_of_parquet(
     rows: list[tuple[str | None, str | None, str | None]], content: str, line_end: str
 ) -> None:
@@ -172,6 +173,7 @@ def test_rows_are_counted_by_what_they_become(monkeypatch: pytest.MonkeyPatch) -
         list(open_source([packed], InputFormat.CSV, Limits(), "demo").batches(SIZES))
 
 
+@pytest.mark.slow
 def test_rows_without_all_cells_are_counted_before_their_columns_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[int] = []
     make = csv_reading.CsvColumns._piece
@@ -227,6 +229,7 @@ def test_rows_and_lines_of_several_files(tools: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_quote_that_is_never_closed_in_a_large_file_is_found_in_bounded_memory(tmp_path: Path) -> None:
     path = tmp_path / "in.csv"
     with path.open("wb") as stream:

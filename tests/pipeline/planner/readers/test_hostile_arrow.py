@@ -106,6 +106,7 @@ def test_a_buffer_that_declares_terabytes_is_refused_before_it_is_decoded(form: 
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.slow
 def test_record_batches_and_dictionaries_are_bounded_together(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow_messages, "MAX_BATCH_BYTES", 100_000)
     small = arrow(prompts(10, note=repeated("x" * 60_000, 10)), form, compression="zstd")
@@ -306,6 +307,7 @@ def whole_files() -> list[bytes]:
     return [arrow(table, form, 20, compression=how) for form in FORMS for how in (None, "lz4", "zstd")]
 
 
+@pytest.mark.slow
 def test_damaged_files_are_read_or_refused() -> None:
     found = read_damaged(whole_files(), damaged, read, 300, seed=1)
     assert found["read"] > 10, found

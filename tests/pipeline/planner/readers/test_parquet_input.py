@@ -59,6 +59,7 @@ def test_prompts_become_completions_and_other_columns_are_carried(tools: Any) ->
     assert planned.sink.shards[1].schema.field("split").type == pa.string()
 
 
+@pytest.mark.slow
 def test_categories_that_differ_between_row_groups_are_carried_by_value(tools: Any) -> None:
     """Given columns of dictionaries, the ids and prompts too, and another dictionary in each row group, when the rows
     fill more than one batch, then each row has its own value."""

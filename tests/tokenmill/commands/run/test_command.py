@@ -65,6 +65,7 @@ def bad_lines(chat: Chat) -> list[tuple[dict[str, Any] | str | bytes, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_given_every_kind_of_bad_line_when_run_then_good_rows_succeed_and_bad_rows_have_reasons(
     tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results
 ) -> None:
@@ -258,6 +259,7 @@ def test_given_parquet_when_run_then_other_columns_are_carried_through(
     ]
 
 
+@pytest.mark.slow
 def test_given_something_that_cannot_run_when_it_is_run_then_the_error_is_one_line_with_a_remedy(
     tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:

@@ -34,6 +34,7 @@ def answers(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [(row["row"], row["custom_id"], row["text"], row["error_code"]) for row in rows]
 
 
+@pytest.mark.exhaustive
 def test_an_object_is_answered_as_the_same_file_is(
     s3_server: MotoServer, bucket: str, folder: Path, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any,
     results: Any,

@@ -90,6 +90,7 @@ def custom_ids(out: Path) -> dict[str, list[str | None]]:
     }
 
 
+@pytest.mark.exhaustive
 def test_given_a_run_when_it_is_read_meanwhile_and_stopped_then_the_same_command_goes_on(
     folder: Path, start: Start
 ) -> None:
