@@ -1,5 +1,5 @@
-"""Records of experiments with the scheduler's weights: the order, its end, and what a worker measured in a slice. All
-are written once."""
+"""Records of experiments with the scheduler's weights: the order, its end, what a worker measured in a slice, and the
+sums of a block. All are written once."""
 
 from __future__ import annotations
 
@@ -80,6 +80,11 @@ class Experiment(StoredModel):
     def block_slices(self) -> int:
         """Slices of a block."""
         return len(self.arms) if self.assignment == "time" else 1
+
+    @property
+    def block_seconds(self) -> float:
+        """Length of a block."""
+        return self.block_slices * self.slice_seconds
 
     @property
     def num_slices(self) -> int:
@@ -170,3 +175,28 @@ class SliceReport(StoredReport):
     def unit(self) -> str:
         """The unit that has an arm and is a sample, by worker: the machine, so that restarts make no more samples."""
         return self.machine or self.worker
+
+
+class MachineCounts(StoredReport):
+    """What the workers of one machine measured with one arm in a block. `machine`: a `SliceReport.unit`."""
+
+    arm: ExperimentName
+    machine: Annotated[str, Field(min_length=1, max_length=MAX_WORKER_NAME)]
+    counts: SliceCounts
+
+
+class ClosedBlock(StoredReport):
+    """`experiments/NNNNN/blocks/BBBBBBBB.json`: the sums of those reports of a block that are compared. The first one
+    written counts; reports that are stored later are left out.
+
+    Attributes:
+        block: its number, from 0.
+        reports: number of those in the sums.
+        unusable: number of those that were damaged, or did not fit the experiment.
+    """
+
+    version: Literal[1] = 1
+    block: Count
+    reports: Count
+    unusable: Count = 0
+    machines: tuple[MachineCounts, ...] = ()

@@ -1,4 +1,5 @@
-"""The comparison of an experiment's arms: a pure function of the reports of slices.
+"""The comparison of an experiment's arms: a pure function of its closed blocks (`pipeline.experiments.blocks`), which
+are added one after the other.
 
 The objective of a slice is the weighted sum of four shares: of first tokens that were late, of later tokens that were
 late, of steps from which other work was held back, and of requests that timed out. (The controller's own terms are
@@ -16,27 +17,25 @@ an interim test (`pipeline.sequential_test`). The samples are
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Final, Literal, Protocol
 
 from pipeline.sequential_test import difference_bounds, interim_tests, mean_bounds
-from schemas.experiments import Experiment, SliceCounts, SliceReport
+from schemas.experiments import ClosedBlock, Experiment, SliceCounts
 from schemas.releases import Bounds
 
 MIN_MACHINES: Final = 3
 """Machines of each arm for a verdict, if machines are the samples."""
 
-REPORT_SECONDS: Final = 60.0
-"""Time for reports of a slice to be stored, before its block counts: a repeated test must see the same blocks."""
-
 MEASURES: Final = ("objective", "late_first_tokens", "late_tokens", "held_back", "drops", "tokens_per_second")
 
-Verdict = Literal["better", "worse", "no difference shown", "open"]
+Verdict = Literal["better", "worse", "no difference shown", "undecided"]
 Measures = Mapping[str, float]
+ArmCounts = Mapping[str, Mapping[str, SliceCounts]]
+"""Arm -> machine -> what its workers measured in a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class ArmComparison:
     """An arm against the control.
 
     Attributes:
-        verdict: by the objective.
+        verdict: by the objective. "no difference shown": no more samples follow.
         tested: samples of the last interim test, which is the first one that decided; 0: none was due.
         differences: by measure: the arm less the control, with the interval of that test.
     """
@@ -75,21 +74,28 @@ class ArmComparison:
         """The verdict as a sentence."""
         found = self.differences.get("objective")
         words = "" if found is None else f": objective {found.mean:+.4g} ({found.low:+.4g} to {found.high:+.4g})"
-        return f"{self.arm}: {self.verdict}{words}, at {self.tested} samples"
+        tested = f", at {self.tested} samples" if self.tested else ", without a test"
+        return f"{self.arm}: {self.verdict}{words}{tested}"
 
 
 @dataclass(frozen=True, slots=True)
 class ExperimentComparison:
-    """All arms of an experiment. `samples`: blocks, or slices with machines of all arms, that can be compared."""
+    """All arms of an experiment.
 
+    Attributes:
+        blocks: number of closed ones.
+        samples: number of blocks in which each arm was measured, so that they can be compared.
+        next_test: samples of the next interim test; 0: there is none.
+        reports, unusable: numbers of reports in the blocks, and of those that could not be used.
+    """
+
+    blocks: int
     samples: int
+    next_test: int
+    reports: int
+    unusable: int
     arms: tuple[ArmSummary, ...]
     comparisons: tuple[ArmComparison, ...]
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether each arm has its verdict."""
-        return all(one.verdict != "open" for one in self.comparisons)
 
 
 def measures_of(experiment: Experiment, counts: SliceCounts) -> Measures | None:
@@ -109,111 +115,191 @@ def measures_of(experiment: Experiment, counts: SliceCounts) -> Measures | None:
     return {"objective": objective, **shares, "tokens_per_second": tokens_per_second}
 
 
-def compare_arms(experiment: Experiment, reports: Iterable[SliceReport], now: datetime) -> ExperimentComparison:
-    """Compare the arms by the reports so far."""
-    seconds = (now - experiment.started_at - timedelta(seconds=REPORT_SECONDS)).total_seconds()
-    blocks = int(seconds // (experiment.slice_seconds * experiment.block_slices))
-    closed = [report for report in reports if report.slice < blocks * experiment.block_slices]
-    samples = (_Blocks if experiment.assignment == "time" else _Machines)(experiment, closed)
-    is_over = blocks >= experiment.max_blocks or samples.count >= experiment.max_blocks
-    compared = tuple(_compare(experiment, samples, arm.name, is_over=is_over) for arm in experiment.arms[1:])
-    summaries = tuple(_summary(experiment, arm.name, closed) for arm in experiment.arms)
-    return ExperimentComparison(samples.count, summaries, compared)
+def compare_arms(experiment: Experiment, blocks: Iterable[ClosedBlock]) -> ExperimentComparison:
+    """Compare the arms by these blocks, of which none is missing from the first one on."""
+    running = RunningComparison(experiment)
+    for block in blocks:
+        running.add(block)
+    return running.result()
 
 
-def _compare(experiment: Experiment, samples: _Samples, arm: str, *, is_over: bool) -> ArmComparison:
-    """`is_over`: no more samples follow."""
-    control, tested, differences = experiment.arms[0].name, 0, dict[str, Bounds | None]()
-    last = min(experiment.max_blocks, samples.count) if is_over else experiment.max_blocks
-    for count, share in interim_tests(experiment.min_blocks, last):
-        if count > samples.count:
-            break
+class RunningComparison:
+    """Compares the arms, and tests them as soon as a test is due. Its memory grows with the numbers of blocks and of
+    machines, not with that of reports.
+
+    Attributes:
+        blocks: number of those that were added.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment = experiment
+        self.blocks = 0
+        self._reports = self._unusable = 0
+        self._arms = {arm.name: _ArmSums() for arm in experiment.arms}
+        self._samples: _Samples = (_Blocks if experiment.assignment == "time" else _Machines)(experiment)
+        self._tests = interim_tests(experiment.min_blocks, experiment.max_blocks)
+        self._due, self._share = next(self._tests)
+        self._tested = 0
+        self._found = {arm.name: ArmComparison(arm.name, "undecided", 0, {}) for arm in experiment.arms[1:]}
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether each arm has its verdict."""
+        return all(one.verdict != "undecided" for one in self._found.values())
+
+    def add(self, block: ClosedBlock) -> None:
+        """Add the next block, and test if that is due. Raises `ValueError` for any other block."""
+        if block.block != self.blocks:
+            raise ValueError(f"block {block.block} does not follow {self.blocks} others")
+        self.blocks += 1
+        self._reports += block.reports
+        self._unusable += block.unusable
+        counts: defaultdict[str, dict[str, SliceCounts]] = defaultdict(dict)
+        for one in block.machines:
+            counts[one.arm][one.machine] = one.counts
+        for arm, machines in counts.items():
+            self._arms[arm].add(self.experiment, machines)
+        self._samples.add(counts)
+        is_over, count = self.blocks == self.experiment.max_blocks, self._samples.count
+        if count == self._due or (is_over and count > self._tested and count >= self.experiment.min_blocks):
+            self._test(count)
+        if is_over:
+            for arm, found in self._found.items():
+                if found.verdict == "undecided":
+                    self._found[arm] = replace(found, verdict="no difference shown")
+
+    def _test(self, count: int) -> None:
+        """Test the arms that have no verdict yet."""
         # On either side, for each arm but the control.
-        error = experiment.alpha * share / 2 / (len(experiment.arms) - 1)
-        tested = count
-        differences = {name: samples.difference(count, arm, control, name, error) for name in MEASURES}
-        found = differences["objective"]
-        if found is not None and (found.high < 0 or found.low > 0):
-            return ArmComparison(arm, "better" if found.high < 0 else "worse", tested, differences)
-    return ArmComparison(arm, "no difference shown" if is_over else "open", tested, differences)
+        error = self.experiment.alpha * self._share / 2 / len(self._found)
+        for arm, before in self._found.items():
+            if before.verdict != "undecided":
+                continue
+            differences = {measure: self._samples.difference(arm, measure, error) for measure in MEASURES}
+            verdict: Verdict = "undecided"
+            found = differences["objective"]
+            if found is not None and (found.high < 0 or found.low > 0):
+                verdict = "better" if found.high < 0 else "worse"
+            self._found[arm] = ArmComparison(arm, verdict, count, differences)
+        self._tested = count
+        self._due, self._share = next(self._tests, (0, 0.0))
+
+    def result(self) -> ExperimentComparison:
+        """The comparison by the blocks so far."""
+        arms = tuple(sums.summary(name, self.experiment.alpha) for name, sums in self._arms.items())
+        return ExperimentComparison(
+            self.blocks,
+            self._samples.count,
+            0 if self.is_decided else self._due,
+            self._reports,
+            self._unusable,
+            arms,
+            tuple(self._found.values()),
+        )
 
 
 class _Samples(Protocol):
-    @property
-    def count(self) -> int: ...
+    """Attributes: count: number of samples so far."""
 
-    def difference(self, count: int, arm: str, control: str, measure: str, error: float) -> Bounds | None:
-        """The difference in the first `count` samples; the true one lies beyond each bound with probability `error`."""
+    count: int
+
+    def add(self, counts: ArmCounts) -> None:
+        """Add a block; it is left out if an arm was not measured in it."""
+        ...
+
+    def difference(self, arm: str, measure: str, error: float) -> Bounds | None:
+        """The difference between the arm and the control; the true one lies beyond each bound with probability
+        `error`."""
+        ...
 
 
 class _Blocks:
-    """Samples by time: blocks in which each arm was measured."""
+    """Samples by time: blocks."""
 
-    def __init__(self, experiment: Experiment, reports: Sequence[SliceReport]) -> None:
-        by_block: defaultdict[int, dict[str, SliceCounts]] = defaultdict(dict)
-        for report in reports:
-            arms = by_block[report.slice // experiment.block_slices]
-            arms[report.arm] = arms.get(report.arm, SliceCounts()) + report.counts
-        self._blocks: list[dict[str, Measures]] = []
-        for _, arms in sorted(by_block.items()):
-            found = {arm: measures_of(experiment, counts) for arm, counts in arms.items()}
-            whole = {arm: measures for arm, measures in found.items() if measures is not None}
-            if len(whole) == len(experiment.arms):
-                self._blocks.append(whole)
+    def __init__(self, experiment: Experiment) -> None:
+        self.count = 0
+        self._experiment = experiment
+        self._differences: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
 
-    @property
-    def count(self) -> int:
-        return len(self._blocks)
+    def add(self, counts: ArmCounts) -> None:
+        """See `_Samples.add`."""
+        found = {arm: measures_of(self._experiment, _sum(machines)) for arm, machines in counts.items()}
+        measured = {arm: measures for arm, measures in found.items() if measures is not None}
+        if len(measured) < len(self._experiment.arms):
+            return
+        self.count += 1
+        control, *others = (arm.name for arm in self._experiment.arms)
+        for arm in others:
+            for name in MEASURES:
+                self._differences[arm, name].append(measured[arm][name] - measured[control][name])
 
-    def difference(self, count: int, arm: str, control: str, measure: str, error: float) -> Bounds | None:
-        """The mean difference in the first `count` blocks."""
-        return mean_bounds([one[arm][measure] - one[control][measure] for one in self._blocks[:count]], error)
+    def difference(self, arm: str, measure: str, error: float) -> Bounds | None:
+        """The mean difference within the blocks."""
+        return mean_bounds(self._differences[arm, measure], error)
 
 
 class _Machines:
-    """Samples by worker: machines, in slices in which each arm was measured."""
+    """Samples by worker: machines. A block is a slice."""
 
-    def __init__(self, experiment: Experiment, reports: Sequence[SliceReport]) -> None:
-        counts: defaultdict[tuple[int, str, str], SliceCounts] = defaultdict(SliceCounts)
-        for report in reports:
-            counts[report.slice, report.arm, report.unit] += report.counts
-        by_slice: defaultdict[int, dict[str, dict[str, Measures]]] = defaultdict(lambda: defaultdict(dict))
-        for (number, arm, machine), summed in counts.items():
-            measures = measures_of(experiment, summed)
-            if measures is not None:
-                by_slice[number][arm][machine] = measures
-        whole = [arms for _, arms in sorted(by_slice.items()) if len(arms) == len(experiment.arms)]
-        self._slices: list[dict[str, dict[str, Measures]]] = whole
+    def __init__(self, experiment: Experiment) -> None:
+        self.count = 0
+        self._experiment = experiment
+        self._slices: Counter[tuple[str, str]] = Counter()  # by arm and machine
+        self._distances: defaultdict[tuple[str, str, str], float] = defaultdict(float)  # sums, by measure too
 
-    @property
-    def count(self) -> int:
-        return len(self._slices)
+    def add(self, counts: ArmCounts) -> None:
+        """See `_Samples.add`."""
+        measured: dict[str, dict[str, Measures]] = {}
+        for arm, machines in counts.items():
+            found = ((machine, measures_of(self._experiment, one)) for machine, one in machines.items())
+            measured[arm] = {machine: measures for machine, measures in found if measures is not None}
+        if sum(map(bool, measured.values())) < len(self._experiment.arms):
+            return
+        self.count += 1
+        self._slices.update((arm, machine) for arm, machines in measured.items() for machine in machines)
+        for name in MEASURES:
+            middle = fmean(fmean(each[name] for each in machines.values()) for machines in measured.values())
+            for arm, each_measured in measured.items():
+                for machine, measures in each_measured.items():
+                    self._distances[arm, machine, name] += measures[name] - middle
 
-    def difference(self, count: int, arm: str, control: str, measure: str, error: float) -> Bounds | None:
-        """The difference between the machines' means in the first `count` slices; None: there are fewer than
-        `MIN_MACHINES` of one arm."""
-        found: dict[str, defaultdict[str, list[float]]] = {arm: defaultdict(list), control: defaultdict(list)}
-        for arms in self._slices[:count]:
-            middle = fmean(fmean(each[measure] for each in machines.values()) for machines in arms.values())
-            for name, machines in found.items():
-                for machine, measures in arms[name].items():
-                    machines[machine].append(measures[measure] - middle)
-        means = {name: [fmean(each) for each in machines.values()] for name, machines in found.items()}
-        if min(map(len, means.values())) < MIN_MACHINES:
+    def difference(self, arm: str, measure: str, error: float) -> Bounds | None:
+        """The difference between the machines' means; None: there are fewer than `MIN_MACHINES` of one arm."""
+        means, of_control = self._means(arm, measure), self._means(self._experiment.arms[0].name, measure)
+        if min(len(means), len(of_control)) < MIN_MACHINES:
             return None
-        return difference_bounds(means[arm], means[control], error)
+        return difference_bounds(means, of_control, error)
+
+    def _means(self, arm: str, measure: str) -> list[float]:
+        """Of each machine of the arm, in order."""
+        return [
+            self._distances[arm, machine, measure] / slices
+            for (of, machine), slices in sorted(self._slices.items())
+            if of == arm
+        ]
 
 
-def _summary(experiment: Experiment, arm: str, reports: Sequence[SliceReport]) -> ArmSummary:
-    by_slice: defaultdict[int, SliceCounts] = defaultdict(SliceCounts)
-    own = [report for report in reports if report.arm == arm]
-    for report in own:
-        by_slice[report.slice] += report.counts
-    measured = [found for counts in by_slice.values() if (found := measures_of(experiment, counts)) is not None]
-    return ArmSummary(
-        arm,
-        len(measured),
-        len({report.unit for report in own}),
-        sum((report.counts for report in own), SliceCounts()),
-        {name: mean_bounds([one[name] for one in measured], experiment.alpha / 2) for name in MEASURES},
-    )
+class _ArmSums:
+    """One arm over all blocks."""
+
+    def __init__(self) -> None:
+        self._machines: set[str] = set()
+        self._counts = SliceCounts()
+        self._values: defaultdict[str, list[float]] = defaultdict(list)
+
+    def add(self, experiment: Experiment, machines: Mapping[str, SliceCounts]) -> None:
+        """Add the arm's slice of a block."""
+        self._machines.update(machines)
+        counts = _sum(machines)
+        self._counts += counts
+        for name, value in (measures_of(experiment, counts) or {}).items():
+            self._values[name].append(value)
+
+    def summary(self, arm: str, alpha: float) -> ArmSummary:
+        """The arm so far."""
+        means = {name: mean_bounds(self._values[name], alpha / 2) for name in MEASURES}
+        return ArmSummary(arm, len(self._values["objective"]), len(self._machines), self._counts, means)
+
+
+def _sum(machines: Mapping[str, SliceCounts]) -> SliceCounts:
+    return sum(machines.values(), SliceCounts())

@@ -1,9 +1,9 @@
 """The experiments of a root: numbered, one open at a time, each with immutable objects.
 
-    experiments/NNNNN/experiment.json   outcome.json   slices/SSSSSSSS-WORKER.json
+    experiments/NNNNN/experiment.json   outcome.json   slices/SSSSSSSS-WORKER.json   blocks/BBBBBBBB.json
 
 A worker writes one small object for each slice. Its other metrics would not do: they expire with the worker, and are
-samples of counters at times that don't fit the slices.
+samples of counters at times that don't fit the slices. A dispatcher writes their sums for each block.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import structlog
 from pipeline.experiments.assignment import arm_of
 from pipeline.ledger.ledger import LedgerError, parse_stored
 from pipeline.ports import ObjectNotFound, ObjectStore, PipelineError
-from schemas.experiments import Experiment, ExperimentOutcome, SliceReport
+from schemas.experiments import ClosedBlock, Experiment, ExperimentOutcome, SliceReport
 from schemas.stored import StoredModel
 
 EXPERIMENTS: Final = "experiments/"
 
-MAX_REPORTS: Final = 200_000
-"""Of one experiment that are read."""
+MAX_REPORTS: Final = 100_000
+"""Of one block that are read; further ones are unusable."""
 
 MAX_REPORT_BYTES: Final = 16_384
 
-_REPORT = re.compile(r"(\d{8})-(.+)\.json")
+_REPORT = re.compile(r"\d{8}-.+\.json")
 SomeModel = TypeVar("SomeModel", bound=StoredModel)
 
 logger = structlog.get_logger(__name__)
@@ -94,45 +94,69 @@ class ExperimentRegistry:
         """Store what a worker measured in a slice; the first report counts."""
         self._store.create(_report_key(experiment, report.slice, report.worker), report.to_json())
 
-    def reports(self, experiment: Experiment, known: dict[str, SliceReport | None] | None = None) -> list[SliceReport]:
-        """All reports of the experiment that can be read and are consistent with it; the others are logged.
+    def reports(self, experiment: Experiment, slices: range) -> Iterator[SliceReport | None]:
+        """The reports of these slices, in order; None for each that is damaged, does not fit the experiment, or is one
+        more than `MAX_REPORTS`. These are logged."""
+        for found, key in enumerate(self._report_keys(experiment, slices)):
+            if found < MAX_REPORTS:
+                yield self._read_report(experiment, key)
+                continue
+            if found == MAX_REPORTS:
+                where = self._store.locate(key)
+                logger.warning("there are too many reports of slices; this one and later ones are left out", key=where)
+            yield None
 
-        Args:
-            known: cache of reports by their keys; new ones are added.
+    def num_reports(self, experiment: Experiment, slices: range) -> int:
+        """The number of stored reports of these slices, unusable ones included."""
+        return sum(1 for _ in self._report_keys(experiment, slices))
 
-        Raises:
-            ExperimentError: there are more than `MAX_REPORTS`.
-        """
-        known = {} if known is None else known
-        for key in self._report_keys(experiment):
-            if key not in known:
-                try:
-                    known[key] = self._read_report(experiment, key)
-                except LedgerError as error:
-                    known[key] = None
-                    logger.warning("a slice's report can't be used", reason=str(error))
-        return [report for _, report in sorted(known.items()) if report is not None]
+    def close(self, experiment: Experiment, block: ClosedBlock) -> ClosedBlock:
+        """Store a block's sums; returns those that count, which are others if they were stored first."""
+        if self._store.create(_block_key(experiment, block.block), block.to_json()):
+            return block
+        return self.closed(experiment, block.block) or block
 
-    def _report_keys(self, experiment: Experiment) -> Iterator[str]:
-        for found, entry in enumerate(self._store.list(f"{_folder(experiment.number)}slices/")):
-            if found >= MAX_REPORTS:
-                raise ExperimentError(f"experiment {experiment.name} has more than {MAX_REPORTS:,} reports of slices")
-            if entry.size <= MAX_REPORT_BYTES and _REPORT.fullmatch(entry.key.rpartition("/")[2]):
+    def closed(self, experiment: Experiment, block: int) -> ClosedBlock | None:
+        """The block's sums; None: it is not closed yet. Raises `LedgerError` for damaged ones."""
+        key = _block_key(experiment, block)
+        found, names = self._read(key, ClosedBlock), {arm.name for arm in experiment.arms}
+        if found is not None and (found.block != block or not {one.arm for one in found.machines} <= names):
+            raise LedgerError(f"{self._store.locate(key)}: does not fit the experiment's record")
+        return found
+
+    def closed_blocks(self, experiment: Experiment) -> Iterator[ClosedBlock]:
+        """The sums of all closed blocks, in order."""
+        for block in range(experiment.max_blocks):
+            found = self.closed(experiment, block)
+            if found is None:
+                return
+            yield found
+
+    def _report_keys(self, experiment: Experiment, slices: range) -> Iterator[str]:
+        prefix = f"{_folder(experiment.number)}slices/"
+        for entry in self._store.list(prefix, f"{prefix}{slices.start:08d}"):
+            if entry.key >= f"{prefix}{slices.stop:08d}":
+                return
+            if entry.size <= MAX_REPORT_BYTES and _REPORT.fullmatch(entry.key.removeprefix(prefix)):
                 yield entry.key
 
     def _read_report(self, experiment: Experiment, key: str) -> SliceReport | None:
-        report = self._read(key, SliceReport)
-        if report is None:
+        """The report with this key; None if it can't be used."""
+        try:
+            report = self._read(key, SliceReport)
+            if report is None:
+                return None
+            is_consistent = (
+                key == _report_key(experiment, report.slice, report.worker)
+                and report.arm == arm_of(experiment, report.unit, report.slice).name
+                and report.counts.seconds <= 2 * experiment.slice_seconds
+            )
+            if not is_consistent:
+                raise LedgerError(f"{self._store.locate(key)}: does not fit the experiment's record")
+            return report
+        except LedgerError as error:
+            logger.warning("a slice's report can't be used", reason=str(error))
             return None
-        is_consistent = (
-            key == _report_key(experiment, report.slice, report.worker)
-            and report.slice < experiment.num_slices
-            and report.arm == arm_of(experiment, report.unit, report.slice).name
-            and report.counts.seconds <= 2 * experiment.slice_seconds
-        )
-        if not is_consistent:
-            raise LedgerError(f"{self._store.locate(key)}: does not fit the experiment's record")
-        return report
 
     def _read(self, key: str, kind: type[SomeModel]) -> SomeModel | None:
         try:
@@ -148,3 +172,7 @@ def _folder(number: int) -> str:
 
 def _report_key(experiment: Experiment, number: int, worker: str) -> str:
     return f"{_folder(experiment.number)}slices/{number:08d}-{worker}.json"
+
+
+def _block_key(experiment: Experiment, block: int) -> str:
+    return f"{_folder(experiment.number)}blocks/{block:08d}.json"

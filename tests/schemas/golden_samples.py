@@ -36,9 +36,11 @@ from pipeline.ledger.records import (
 from pipeline.results.part_files import FOOTER_KEY
 from schemas.experiments import (
     ArmWeights,
+    ClosedBlock,
     Experiment,
     ExperimentArm,
     ExperimentOutcome,
+    MachineCounts,
     SliceCounts,
     SliceReport,
 )
@@ -237,6 +239,10 @@ RECORDS: dict[str, StoredModel] = {
             first_tokens=9, late_first_tokens=1, later_tokens=90, late_tokens=2, steps=50, throttled_steps=5, drops=1,
             tokens=400, seconds=54.0,
         ),
+    ),
+    "experiment-block": ClosedBlock(
+        block=2, reports=3, unusable=1,
+        machines=(MachineCounts(arm="less", machine="gpu", counts=SliceCounts(steps=50, throttled_steps=5)),),
     ),
     "release-requests": RequestSamples(
         release="n/00001", traffic="mirror", at=NOON, dropped=1,

@@ -20,10 +20,12 @@ from engine.request import Request, SamplingParams
 from engine.runner.null_runner import NullRunner
 from engine.scheduler.slo_control import SloTerms
 from pipeline.experiments.assignment import arm_of
+from pipeline.experiments.blocks import close_block
 from pipeline.experiments.comparison import compare_arms
 from pipeline.experiments.registry import ExperimentRegistry
 from pipeline.ports import StoreUnavailable
 from schemas.experiments import ArmWeights, Experiment, ExperimentArm, ExperimentOutcome, SliceCounts, SliceReport
+from tests.pipeline.experiments.simulated_slices import stored_reports
 from tests.pipeline.simulation import START, MemoryStore, SimulatedClock
 from tokenmill.local.experiment_simulation import SimulatedMachine, simulate_worker
 from workers.experiments import ExperimentSideWork
@@ -112,7 +114,7 @@ class ExperimentHarness:
 
     def reports(self, experiment: Experiment) -> list[SliceReport]:
         self.side_work.refresh()
-        return self.registry.reports(experiment)
+        return stored_reports(self.registry, experiment)
 
 
 def test_arms_are_applied_slice_by_slice_and_the_own_weights_return() -> None:
@@ -205,7 +207,7 @@ def test_while_the_store_is_away_arms_go_on_and_reports_wait() -> None:
         harness.run(70)
     assert [log["event"] for log in logs].count("experiments can't be followed") == 1
     harness.store.is_away = False
-    assert harness.registry.reports(experiment) == []
+    assert stored_reports(harness.registry, experiment) == []
     assert [report.slice for report in harness.reports(experiment)] == [0, 1, 2]
 
 
@@ -271,8 +273,8 @@ def simulate(number: int, seed: int, better: float, blocks: int, slice_seconds: 
     registry = ExperimentRegistry(MemoryStore())
     registry.begin(experiment)
     simulate_worker(experiment, registry, SLO, MACHINE, seed=seed)
-    now = experiment.ends_at + timedelta(minutes=2)
-    (found,) = compare_arms(experiment, registry.reports(experiment), now).comparisons
+    blocks = (close_block(registry, experiment, block) for block in range(experiment.max_blocks))
+    (found,) = compare_arms(experiment, blocks).comparisons
     return found
 
 

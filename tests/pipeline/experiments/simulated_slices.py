@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from pipeline.experiments.assignment import arm_of
+from pipeline.experiments.blocks import due_blocks, sum_reports
+from pipeline.experiments.comparison import ExperimentComparison, compare_arms
+from pipeline.experiments.registry import ExperimentRegistry
 from schemas.experiments import ArmWeights, Experiment, ExperimentArm, SliceCounts, SliceReport
 
 START = datetime(2026, 3, 1, tzinfo=UTC)
@@ -56,5 +59,22 @@ def simulate_reports(
 
 
 def after(experiment: Experiment) -> datetime:
-    """A time at which all reports count."""
+    """A time at which all blocks are closed."""
     return experiment.ends_at + timedelta(hours=1)
+
+
+def compare_reports(
+    experiment: Experiment, reports: Iterable[SliceReport], now: datetime | None = None
+) -> ExperimentComparison:
+    """Compare the arms by the reports of all blocks that are closed by now."""
+    by_block: dict[int, list[SliceReport]] = {}
+    for report in reports:
+        by_block.setdefault(report.slice // experiment.block_slices, []).append(report)
+    blocks = range(due_blocks(experiment, now or after(experiment)))
+    return compare_arms(experiment, (sum_reports(block, by_block.get(block, [])) for block in blocks))
+
+
+def stored_reports(registry: ExperimentRegistry, experiment: Experiment) -> list[SliceReport]:
+    """All reports that can be used."""
+    found = registry.reports(experiment, range(experiment.num_slices))
+    return [report for report in found if report is not None]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.experiments.comparison import MEASURES, ArmComparison, compare_arms, measures_of
+from pipeline.experiments.comparison import MEASURES, ArmComparison, RunningComparison, measures_of
 from pipeline.sequential_test import mean_bounds
-from schemas.experiments import ArmWeights, Experiment, SliceCounts
-from tests.pipeline.experiments.simulated_slices import START, after, make_experiment, simulate_reports
+from schemas.experiments import ArmWeights, ClosedBlock, Experiment, SliceCounts
+from tests.pipeline.experiments.simulated_slices import START, compare_reports, make_experiment, simulate_reports
 
 WORKERS = tuple(f"w{n}" for n in range(16))
 
@@ -19,7 +19,7 @@ def compare(experiment: Experiment, seed: int, **how: Any) -> ArmComparison:
     """One run: arms are drawn by the experiment's number, and the load by the seed."""
     experiment = experiment.model_copy(update={"number": seed + 1})
     reports = simulate_reports(experiment, seed, **how)
-    (found,) = compare_arms(experiment, reports, after(experiment)).comparisons
+    (found,) = compare_reports(experiment, reports).comparisons
     return found
 
 
@@ -44,7 +44,9 @@ def test_a_slice_without_requests_is_no_sample() -> None:
     assert measures_of(make_experiment(), SliceCounts(steps=3, tokens=9, seconds=1)) is None
 
 
-@pytest.mark.parametrize(("how", "workers"), [("time", ("w0",)), ("worker", WORKERS)])
+@pytest.mark.parametrize(
+    ("how", "workers"), [("time", ("w0",)), pytest.param("worker", WORKERS, marks=pytest.mark.slow)]
+)
 class TestPlantedArms:
     @pytest.mark.slow
     def test_a_better_and_a_worse_arm_are_found_with_their_intervals(self, how: str, workers: tuple[str, ...]) -> None:
@@ -106,7 +108,7 @@ def test_workers_that_come_with_the_load_are_compared_within_slices() -> None:
         if one.slice >= 4 or one.worker not in late_comers
     ]
     assert len(late_comers) >= 3
-    (found,) = compare_arms(experiment, reports, after(experiment)).comparisons
+    (found,) = compare_reports(experiment, reports).comparisons
     late = found.differences["late_tokens"]
     assert late is not None
     assert (found.tested, late.mean) == (8, pytest.approx(0, abs=1e-12))
@@ -122,7 +124,7 @@ def test_all_arms_that_are_compared_share_the_error(arms: tuple[str, ...]) -> No
         assert measures is not None
         objectives[report.arm].append(measures["objective"])
     differences = [one - control for one, control in zip(objectives["b"], objectives["a"], strict=True)]
-    first, *_ = compare_arms(experiment, reports, after(experiment)).comparisons
+    first, *_ = compare_reports(experiment, reports).comparisons
     assert first.differences["objective"] == mean_bounds(differences, 0.05 / 2 / 2 / (len(arms) - 1))
 
 
@@ -132,30 +134,32 @@ def test_a_verdict_stays_whatever_comes_after_it() -> None:
     found = []
     for blocks in range(64):
         now = START + timedelta(seconds=2 * blocks * experiment.slice_seconds + 61)
-        found.append(compare_arms(experiment, reports, now).comparisons[0])
-    first = next(at for at, one in enumerate(found) if one.verdict != "open")
+        found.append(compare_reports(experiment, reports, now).comparisons[0])
+    first = next(at for at, one in enumerate(found) if one.verdict != "undecided")
     assert found[first].verdict == "better"
     assert {(one.verdict, one.tested) for one in found[first:]} == {("better", found[first].tested)}
-    assert {(one.verdict, one.tested) for one in found[:8]} == {("open", 0)}
+    assert {(one.verdict, one.tested) for one in found[:8]} == {("undecided", 0)}
 
 
-def test_a_block_counts_once_its_reports_had_time_to_be_stored() -> None:
+def test_a_block_is_closed_once_its_reports_had_time_to_be_stored() -> None:
     experiment = make_experiment(slice_seconds=100)
     reports = simulate_reports(experiment, 1, slices=20)
-    counts = [compare_arms(experiment, reports, START + timedelta(seconds=at)).samples for at in (1_059, 1_060, 1_260)]
+    counts = [
+        compare_reports(experiment, reports, START + timedelta(seconds=at)).samples for at in (1_059, 1_060, 1_260)
+    ]
     assert counts == [4, 5, 6]
 
 
 def test_a_block_without_one_arm_is_left_out() -> None:
     experiment = make_experiment()
     reports = [one for one in simulate_reports(experiment, 1, slices=40) if one.slice != 7]
-    assert compare_arms(experiment, reports, after(experiment)).samples == 19
+    assert compare_reports(experiment, reports).samples == 19
 
 
 def test_when_time_is_over_all_samples_are_tested() -> None:
     experiment = make_experiment(max_blocks=64)
     reports = simulate_reports(experiment, 1, slices=100)
-    (one,) = compare_arms(experiment, reports, after(experiment)).comparisons
+    (one,) = compare_reports(experiment, reports).comparisons
     assert (one.verdict, one.tested) == ("no difference shown", 50)
 
 
@@ -164,7 +168,7 @@ def test_two_workers_of_an_arm_are_too_few_for_a_verdict() -> None:
     reports = simulate_reports(experiment, 1, {"more": 0.1}, workers=WORKERS)
     kept = sorted({one.worker for one in reports if one.arm == "more"})[:2]
     few = [one for one in reports if one.arm == "own" or one.worker in kept]
-    (found,) = compare_arms(experiment, few, after(experiment)).comparisons
+    (found,) = compare_reports(experiment, few).comparisons
     assert (found.verdict, found.differences["objective"]) == ("no difference shown", None)
 
 
@@ -178,9 +182,9 @@ def test_a_machine_is_one_sample_however_often_its_worker_restarts() -> None:
         for one in steady
     ]
     assert len({one.worker for one in restarting}) == len(WORKERS) + 7
-    found = compare_arms(experiment, restarting, after(experiment))
+    found = compare_reports(experiment, restarting)
     assert sum(arm.machines for arm in found.arms) == len(WORKERS)
-    assert found == compare_arms(experiment, steady, after(experiment))
+    assert found == compare_reports(experiment, steady)
 
 
 def test_workers_of_one_machine_are_one_sample() -> None:
@@ -188,6 +192,14 @@ def test_workers_of_one_machine_are_one_sample() -> None:
     experiment = make_experiment(assignment="worker", max_blocks=8)
     single = simulate_reports(experiment, 1, workers=WORKERS)
     double = [one.model_copy(update={"worker": name, "machine": one.worker}) for one in single for name in ("a", "b")]
-    found, same = (compare_arms(experiment, reports, after(experiment)) for reports in (double, single))
+    found, same = (compare_reports(experiment, reports) for reports in (double, single))
     assert [arm.machines for arm in found.arms] == [arm.machines for arm in same.arms]
     assert found.comparisons == same.comparisons
+
+
+def test_blocks_are_added_in_order_and_once() -> None:
+    running = RunningComparison(make_experiment())
+    running.add(ClosedBlock(block=0, reports=0))
+    for block in (0, 2):
+        with pytest.raises(ValueError, match="does not follow 1"):
+            running.add(ClosedBlock(block=block, reports=0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.adapters.folder.store import FolderStore
+from pipeline.experiments.blocks import close_block
 from pipeline.experiments.controller import ExperimentController
 from pipeline.experiments.registry import ExperimentRegistry
 from pipeline.ports import World
@@ -25,14 +27,16 @@ def run(tokenmill: Any, *words: object) -> Any:
     return done
 
 
-def measured(folder: Path, better: float) -> Experiment:
-    """An experiment that is over, whose second arm has this multiple of the control's late tokens."""
+def measured(folder: Path, better: float, closed: int = 0) -> Experiment:
+    """An experiment that is over, whose second arm has this multiple of the control's late tokens. `closed`: blocks."""
     experiment = make_experiment(started_at=datetime(2020, 1, 1, tzinfo=UTC), max_blocks=32)
     with FolderStore(folder) as store:
         registry = ExperimentRegistry(store)
         registry.begin(experiment)
         for report in simulate_reports(experiment, 1, {"more": better}):
             registry.report(experiment, report)
+        for block in range(closed):
+            close_block(registry, experiment, block)
     return experiment
 
 
@@ -52,9 +56,11 @@ def test_given_an_experiment_then_it_starts_shows_its_arms_and_stops(
     assert refused.code == 1
     assert "experiment weights is open; 'tokenmill experiment stop' ends it" in refused.err
     shown = run(tokenmill, "status", *root).out
-    assert "experiment 1, weights: open; by time, slices of 1 min 00 s" in shown
+    assert re.search("experiment 1, weights: open until 20.* UTC at most; by time, slices of 1 min 00 s", shown)
     assert "more: ttft 2, itl 1, utilisation 3, drops 0" in shown
-    assert run(tokenmill, "report", *root).out.count("-") > 10, "nothing is measured yet"
+    shown = run(tokenmill, "report", *root).out
+    assert "more: undecided, without a test" in shown
+    assert re.search(r"\(or serve\) closes the first block after 20.* UTC", shown)
     run(tokenmill, "stop", *root)
     state = run(tokenmill, "status", *root, "--json").json()
     assert (state["outcome"]["by"], state["arm"]) == ("operator", None)
@@ -86,7 +92,7 @@ def test_what_makes_no_experiment_is_refused(tokenmill: Any, folder: Path, optio
 
 @pytest.mark.slow
 def test_a_report_has_means_differences_and_the_verdict(tokenmill: Any, folder: Path) -> None:
-    measured(folder / "root", better=0.5)
+    measured(folder / "root", better=0.5, closed=32)
     shown = run(tokenmill, "report", "--root", folder / "root")
     assert "more: better: objective -0.1" in shown.out
     found = run(tokenmill, "report", 1, "--root", folder / "root", "--json").json()
@@ -98,6 +104,34 @@ def test_a_report_has_means_differences_and_the_verdict(tokenmill: Any, folder: 
     means = [arm["means"]["late_tokens"]["mean"] for arm in found["arms"]]
     assert means[1] < means[0]
     assert tokenmill("experiment", "report", 7, "--root", folder / "root").code == 1
+
+
+def test_a_report_says_what_it_leaves_out_and_what_it_waits_for(tokenmill: Any, folder: Path) -> None:
+    experiment = measured(folder / "root", better=1.0, closed=9)
+    with FolderStore(folder / "root") as store:
+        for report in simulate_reports(experiment, 1, workers=("late",), slices=20):
+            ExperimentRegistry(store).report(experiment, report)
+        store.create("experiments/00001/slices/00000018-damaged.json", b"{")
+        close_block(ExperimentRegistry(store), experiment, 9)
+    shown = run(tokenmill, "report", "--root", folder / "root").out
+    assert "10 of 32 blocks are closed; 10 of them are samples, with each arm measured; the next test is at 16" in shown
+    assert "left out: 18 reports that came after their block was closed, 1 that are unusable" in shown
+    assert "22 more blocks are over and not closed yet: is a dispatcher (or serve) running?" in shown
+    assert "more - own, first 8 samples" in shown
+    found = run(tokenmill, "report", "--root", folder / "root", "--json").json()
+    assert [found[name] for name in ("blocks", "samples", "next_test", "reports", "unusable", "late")] == [
+        10, 10, 16, 22, 1, 18
+    ]  # fmt: skip
+
+
+def test_a_report_by_worker_says_that_machines_are_too_few(tokenmill: Any, folder: Path) -> None:
+    experiment = make_experiment(assignment="worker", started_at=datetime(2020, 1, 1, tzinfo=UTC), max_blocks=8)
+    with FolderStore(folder / "root") as store:
+        ExperimentRegistry(store).begin(experiment)
+        for block in range(8):
+            close_block(ExperimentRegistry(store), experiment, block)
+    shown = run(tokenmill, "report", "--root", folder / "root").out
+    assert "no test is possible by worker: each arm needs 3 machines" in shown
 
 
 @pytest.mark.parametrize(("better", "by"), [(0.3, "comparison"), (1.0, "time")])

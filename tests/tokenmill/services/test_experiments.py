@@ -17,7 +17,7 @@ from pipeline.experiments.registry import ExperimentRegistry
 from pipeline.lane.client import answer
 from schemas.workers.lane import LaneRequest
 from schemas.workers.metrics import ExperimentMetrics
-from tests.pipeline.experiments.simulated_slices import make_experiment
+from tests.pipeline.experiments.simulated_slices import make_experiment, stored_reports
 from tests.pipeline.observability.scrapes import scrape
 from tests.tokenmill.command_processes import Processes, as_jsonl
 from tests.waiting import HANG_SECONDS, wait_for
@@ -61,7 +61,7 @@ def test_a_worker_takes_part_in_the_roots_experiment(folder: Path, model_folder:
             stop.set()
             thread.join(HANG_SECONDS)
         assert not thread.is_alive()
-        first, *_ = registry.reports(experiment)
+        first, *_ = stored_reports(registry, experiment)
         assert metrics is not None
         assert (metrics.name, set(metrics.arms)) == ("e", {"own", "more"})
         assert first.model == "tiny"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tokenmill import output
-from tokenmill.commands.experiments.display import document, lines, present_arm, show
+from tokenmill.commands.experiments.display import document, lines, present_arm, progress, show
 from tokenmill.commands.experiments.options import make_experiment
 from tokenmill.config.cli_options import Debug, Json, RootUrl, amount_of_time
 from tokenmill.settings import read_settings
@@ -149,7 +149,7 @@ def stop(root_url: RootUrl = None, as_json: Json = False, _debug: Debug = False)
 
 @app.command("report", short_help="The arms' latencies and throughput, compared.")
 def report(number: Number = None, root_url: RootUrl = None, as_json: Json = False, _debug: Debug = False) -> None:
-    """Compare the arms by what the workers have measured so far.
+    """Compare the arms by the blocks that a dispatcher has closed so far, each a minute after its end.
 
     Intervals of differences are those of the last interim test, and remain valid however often they are looked at.
     The objective decides.
@@ -161,13 +161,15 @@ def report(number: Number = None, root_url: RootUrl = None, as_json: Json = Fals
     with open_root(root_url, read_settings(), read_only=True) as root:
         registry, now = ExperimentRegistry(root.world.store), root.world.clock.now()
         state = _find(registry, number)
-        compared = compare_arms(state.experiment, registry.reports(state.experiment), now)
+        compared = compare_arms(state.experiment, registry.closed_blocks(state.experiment))
+        closed = range(compared.blocks * state.experiment.block_slices)
+        late = max(0, registry.num_reports(state.experiment, closed) - compared.reports - compared.unusable)
     if as_json:
-        output.print_json(document(state) | asdict(compared))
+        output.print_json(document(state) | asdict(compared) | {"late": late})
         return
     for line in lines(state, now):
         print(line)
-    show(state.experiment, compared)
+    show(state.experiment, compared, progress(state, compared, late, now))
 
 
 @app.command("simulate", short_help="The same arms on a simulated worker.")
@@ -195,7 +197,8 @@ def simulate(
     machine whose steps take simulated time. Interactive requests come in waves; batch work fills the rest. A slice of
     a minute takes about half a second."""
     from pipeline.adapters.folder.store import FolderStore
-    from pipeline.experiments.comparison import REPORT_SECONDS, compare_arms
+    from pipeline.experiments.blocks import close_block
+    from pipeline.experiments.comparison import compare_arms
     from pipeline.experiments.registry import ExperimentRegistry, ExperimentState
     from tokenmill.config.engine_options import slo_config
     from tokenmill.errors import UserError
@@ -223,8 +226,8 @@ def simulate(
                 f"worker {worker + 1} of {workers}: {output.duration(experiment.num_slices * experiment.slice_seconds)}"
             )
             simulate_worker(experiment, registry, slo, machine, worker=f"worker-{worker + 1}", seed=seed)
-        reports = registry.reports(experiment)
-    compared = compare_arms(experiment, reports, experiment.ends_at + timedelta(seconds=REPORT_SECONDS))
+        blocks = range(experiment.max_blocks)
+        compared = compare_arms(experiment, (close_block(registry, experiment, block) for block in blocks))
     if as_json:
         output.print_json(document(ExperimentState(experiment, None)) | asdict(compared))
         return
