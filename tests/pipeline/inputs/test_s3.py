@@ -42,7 +42,12 @@ def server(request: pytest.FixtureRequest) -> S3Server:
     return found
 
 
-@pytest.fixture(params=[True, False], ids=["versioned", "plain"])
+@pytest.fixture(
+    params=[
+        pytest.param(True, id="versioned"),
+        pytest.param(False, id="plain", marks=pytest.mark.exhaustive),
+    ]
+)
 def versioned(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
