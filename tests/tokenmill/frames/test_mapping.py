@@ -210,10 +210,7 @@ def start(model_folder: Path, folder: Path, rows: int) -> subprocess.Popen[bytes
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("rows", "kills"),
-    [pytest.param(320, 1, marks=pytest.mark.slow), pytest.param(1_200, 3, marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.parametrize(("rows", "kills"), [(320, 1), (1_200, 3)])
 @pytest.mark.exhaustive
 def test_given_a_script_killed_at_random_moments_when_started_again_then_no_committed_row_is_computed_twice(
     folder: Path, model_folder: Path, rows: int, kills: int, monkeypatch: pytest.MonkeyPatch
