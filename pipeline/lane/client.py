@@ -98,7 +98,7 @@ class _Call:
 
 
 class LaneCalls:
-    """Calls over one lane. One thread calls `turn`; any may start and cancel calls.
+    """Calls over one lane. One thread calls `poll`; any may start and cancel calls.
 
     Each call ends with an `EndEvent` or an `ErrorEvent`, always, unless it is cancelled. A `HandBackEvent` names the
     other model to which a content policy sent the request. If a worker or the lane lost
@@ -198,7 +198,7 @@ class LaneCalls:
         with self._changed:
             self._calls.clear()
 
-    def turn(self) -> Iterator[LaneEvent]:
+    def poll(self) -> Iterator[LaneEvent]:
         """Poll all calls once, waiting a while for the first event; yields their events."""
         with self._changed:
             calls = dict(self._calls)
@@ -382,6 +382,6 @@ def answer(lane: Lane, request: LaneRequest, clock: Clock, settings: CallSetting
         return
     try:
         while len(calls):
-            yield from calls.turn()
+            yield from calls.poll()
     finally:
         calls.cancel(request.id)

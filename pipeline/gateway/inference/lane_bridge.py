@@ -158,7 +158,7 @@ class LaneBridge:
         """Poll the lane and deliver events until `stop` is set."""
         while not stop.is_set():
             self._calls.wait(_IDLE_SECONDS)
-            events = list(self._calls.turn())
+            events = list(self._calls.poll())
             if self._clock.monotonic() >= self._next_report:
                 self._report_answers()
             loop = self._loop

@@ -183,7 +183,7 @@ class GenerateCalls:
         """Serve waiting requests until `stop` is set; tasks that still wait then are sent again."""
         while not stop.is_set():
             self._calls.wait(_IDLE_SECONDS)
-            for event in self._calls.turn():
+            for event in self._calls.poll():
                 if isinstance(event, EndEvent | ErrorEvent) and (call := self._take(event.request)) is not None:
                     self._end(call, event)
             self._cancel_revoked()

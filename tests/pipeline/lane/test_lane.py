@@ -193,7 +193,7 @@ def test_a_request_that_is_lost_too_often_ends_with_an_error_but_handing_back_co
         worker = lane.worker(f"w{attempt}")
         assert [one.attempt for one in worker.take([LaneQueue("m")], 1, 0)] == [attempt]
         worker.emit([tokens(0, attempt, attempt=attempt), HandBackEvent("r1", attempt, 1)])
-        events += [*calls.turn(), *calls.turn()]
+        events += [*calls.poll(), *calls.poll()]
     assert [event.kind for event in events] == ["tokens"] * 5
     for attempt in (6, 7):  # then lost with two
         worker = lane.worker(f"w{attempt}")
@@ -201,7 +201,7 @@ def test_a_request_that_is_lost_too_often_ends_with_an_error_but_handing_back_co
         assert (taken.attempt, len(taken.tokens[0])) == (attempt, 5)
         worker.emit([TokensEvent("r1", attempt, 0)])
         clock.sleep(2.0)
-        events += [event for _ in range(8) for event in calls.turn()]
+        events += [event for _ in range(8) for event in calls.poll()]
     assert isinstance(events[-1], ErrorEvent)
     assert (events[-1].code, len(calls)) == ("worker_lost", 0)
 
@@ -212,14 +212,14 @@ def test_between_two_reads_there_is_a_pause_for_each_call_and_what_comes_meanwhi
     calls = LaneCalls(BrokenLane(lane, failures=0), clock, CallSettings(pause_per_call_seconds=0.1))
     for number in range(3):
         calls.start(replace(REQUEST, id=f"r{number}"))
-    assert list(calls.turn()) == []
+    assert list(calls.poll()) == []
     worker = lane.worker("w")
     assert len(worker.take([LaneQueue("m")], 3, 0)) == 3
     emitted = [TokensEvent(f"r{number}", 1, sequence, 0, (1,)) for sequence in range(2) for number in range(3)]
     worker.emit(emitted)
-    assert sorted(calls.turn(), key=emitted.index) == emitted
+    assert sorted(calls.poll(), key=emitted.index) == emitted
     assert clock.monotonic() == pytest.approx(0.3)
-    assert list(calls.turn()) == []
+    assert list(calls.poll()) == []
     assert clock.monotonic() == pytest.approx(0.6)
 
 
@@ -245,7 +245,7 @@ class Trial:
         return self.worker.take([LaneQueue(model)], 9, 0)
 
     def turn(self, times: int = 3) -> list[LaneEvent]:
-        return [event for _ in range(times) for event in self.calls.turn()]
+        return [event for _ in range(times) for event in self.calls.poll()]
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_polling_for_events_reads_no_heartbeats(setup: Setup) -> None:
     calls.start(chat("r"))
     setup.clock.sleep(LIFETIME)
     reads = setup.beats.reads
-    list(calls.turn())
+    list(calls.poll())
     assert setup.beats.reads == reads, "hundreds of workers would delay all streams"
 
 
@@ -193,7 +193,7 @@ def test_a_call_is_addressed_and_its_next_attempt_goes_to_any_worker(setup: Setu
     assert worker.take([LaneQueue(MODEL)], 1, 0) == []
     (taken,) = worker.take([LaneQueue(MODEL, f"@{name}")], 1, 0)
     worker.emit([TokensEvent("r1", 1, 0, tokens=(1,)), HandBackEvent("r1", 1, 1)])
-    assert [event.kind for event in (*calls.turn(), *calls.turn())] == ["tokens"]
+    assert [event.kind for event in (*calls.poll(), *calls.poll())] == ["tokens"]
     (again,) = lane.worker("any").take([LaneQueue(MODEL)], 1, 0)
     assert (taken.queue, again.queue, again.attempt) == (f"@{name}", "", 2)
     assert setup.queue(chat("r2")) == f"@{name}", "the first one is not counted at its worker any more"
@@ -217,7 +217,7 @@ def test_a_call_that_has_ended_is_not_counted(setup: Setup, end: str) -> None:
             worker = lane.worker(name)
             worker.take([LaneQueue(MODEL, ADDRESSED_TO_ANY)], 1, 0)
             worker.emit([EndEvent(f"r{number}", 1, 0, {})])
-            assert [event.kind for event in calls.turn()] == ["end"]
+            assert [event.kind for event in calls.poll()] == ["end"]
     assert setup.router.routes()["prefix"] == 8 + 1, "each found its worker idle"
 
 

@@ -34,7 +34,7 @@ def calls(lane: MemoryLane) -> LaneCalls:
 
 
 def turns(calls: LaneCalls) -> list[LaneEvent]:
-    return [event for _ in range(3) for event in calls.turn()]
+    return [event for _ in range(3) for event in calls.poll()]
 
 
 def test_given_a_routed_request_then_the_other_models_worker_gets_it_and_the_response_has_the_verdicts(
