@@ -16,11 +16,11 @@ from pydantic import BaseModel
 
 from pipeline.gateway.batches.requests import BatchBody
 from pipeline.gateway.openapi.request_schemas import build_schemas
-from pipeline.planner.validate import NO_EFFECT
 from schemas.requests.bodies import GenerationBody
 from schemas.requests.dialects.registry import DIALECTS
 from schemas.requests.fields import GUIDED
 from schemas.requests.parsing import BODIES, NO_CHANGE, SCORE_URL
+from schemas.requests.request_key import NO_EFFECT
 from schemas.requests.scoring import PAIR_NAMES
 from schemas.requests.tokenizing import TOKENIZER_BODIES
 

@@ -7,13 +7,10 @@ columns or a remote object, and because the shard needs the checked body, not th
 
 from __future__ import annotations
 
-import mmap
-import shutil
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -22,32 +19,22 @@ from numpy.typing import NDArray
 
 from pipeline.planner.row_order import NO_GROUP, PrefixChains, RunningOrder, arrange, find_leaders
 from pipeline.planner.shard_cut import ShardLimits, cut
+from pipeline.planner.spill import SpilledRowReader, SpilledRows
 from pipeline.planner.validate import CheckedBatch, ValidRow
-from pipeline.ports import StoreError
 from schemas.jobs.arrow_schemas import SHARD_FIELDS, shard_schema
 from schemas.requests.limits import PlanSettings
 
 SPILLED = pa.schema([("custom_id", pa.string()), ("url", pa.string()), ("body", pa.string())])
 
 
-SPARE_BYTES: Final = 256 << 20
-"""Bytes of the disk that stay free for other uses of the machine; uploads leave as much."""
-
-
 class SegmentTexts:
-    """The texts of a segment's valid requests, in input order, in one Arrow file.
-
-    Raises:
-        StoreError: the disk has only `SPARE_BYTES` left, or can't be written.
-    """
+    """The texts of a segment's valid requests, in input order. Raises as `SpilledRows`."""
 
     def __init__(self, path: Path, carried: pa.Schema | None) -> None:
         names = shard_schema(carried).names[len(SHARD_FIELDS) :]
         types = [field.type for field in carried or ()]
-        self.schema = pa.schema([*SPILLED, *(pa.field(name, kind) for name, kind in zip(names, types, strict=True))])
-        self._path = path
-        self._writer = pa.ipc.new_file(str(path), self.schema)
-        self._starts = [0]
+        schema = pa.schema([*SPILLED, *(pa.field(name, kind) for name, kind in zip(names, types, strict=True))])
+        self._rows = SpilledRows(path, schema)
 
     def add(self, rows: list[ValidRow], carried: pa.Table | None) -> None:
         columns: list[pa.Array] = [
@@ -58,50 +45,10 @@ class SegmentTexts:
         if carried is not None:
             taken = carried.take(pa.array([row.position for row in rows], pa.int64()))
             columns += [pa.concat_arrays(column.chunks) for column in taken.columns]
-        batch = pa.record_batch(columns, schema=self.schema)
-        if shutil.disk_usage(self._path.parent).free < batch.nbytes + SPARE_BYTES:
-            raise StoreError(
-                f"{self._path.parent}: planning would leave less than {SPARE_BYTES} bytes; free some space"
-            )
-        try:
-            self._writer.write_batch(batch)
-        except OSError as error:
-            raise StoreError(
-                f"{self._path}: can't write requests: {error.strerror or error}; free some space"
-            ) from error
-        self._starts.append(self._starts[-1] + len(rows))
+        self._rows.add(pa.record_batch(columns, schema=self._rows.schema))
 
-    def open(self) -> SegmentTextReader:
-        self._writer.close()
-        return SegmentTextReader(self._path, np.array(self._starts, dtype=np.int64))
-
-
-class SegmentTextReader:
-    """Rows of a spill file by their index. Its mapped pages are the file's: the system may evict them at any time, and
-    they are released batch by batch, so that memory doesn't grow with the segment."""
-
-    def __init__(self, path: Path, starts: NDArray[np.int64]) -> None:
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._file = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self._map)))
-        self._starts = starts
-
-    def take(self, indices: NDArray[np.int64]) -> pa.Table:
-        """The rows at `indices`, in that order; each batch of the file is read once."""
-        order = np.argsort(indices, kind="stable")
-        ordered = indices[order]
-        batches = np.searchsorted(self._starts, ordered, side="right") - 1
-        begins = np.flatnonzero(np.concatenate(([True], batches[1:] != batches[:-1])))
-        parts = []
-        for begin, end in zip(begins, np.append(begins[1:], len(ordered)), strict=True):
-            number = int(batches[begin])
-            part = self._file.get_batch(number).take(pa.array(ordered[begin:end] - self._starts[number]))
-            parts.append(part)
-            if hasattr(mmap, "MADV_DONTNEED"):
-                self._map.madvise(mmap.MADV_DONTNEED)
-        back = np.empty(len(order), dtype=np.int64)
-        back[order] = np.arange(len(order))
-        return pa.Table.from_batches(parts).combine_chunks().take(pa.array(back))
+    def open(self) -> SpilledRowReader:
+        return self._rows.open()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +72,7 @@ class SegmentBuilder:
         self._hashes = bytearray()
         self._rows, self._max_tokens = array("q"), array("q")
         self._models, self._choices = array("i"), array("i")
+        self._requested, self._requested_codes = array("Q"), dict[str, int]()  # names of models, as requested
         self._prompt_tokens, self._expected = array("i"), array("i")
         self._shareable, self._depths = array("b"), array("b")
         self.certain_tokens = 0  # of the longest answer
@@ -136,7 +84,9 @@ class SegmentBuilder:
             return
         if self._spill is not None:
             self._spill.add(rows, checked.batch.carried)
-        self._hashes += b"".join(row.request_hash for row in rows)
+        self._hashes += b"".join(row.request_key for row in rows)
+        codes = self._requested_codes
+        self._requested.extend([codes.setdefault(row.requested_model, len(codes)) for row in rows])
         self._rows.extend([row.row for row in rows])
         self._max_tokens.extend([row.max_tokens for row in rows])
         self._models.extend([self._codes[row.model] for row in rows])
@@ -171,7 +121,10 @@ class SegmentBuilder:
             expected=np.asarray(self._expected, dtype=np.int32),
             max_tokens=np.asarray(self._max_tokens, dtype=np.int64),
         )
-        leaders = find_leaders(hashes, np.asarray(self._shareable, dtype=bool), settings.max_copies)
+        # A response has the requested model's name, which the key hasn't: two names may stand for the same weights.
+        named = hashes.copy()
+        named[:, 0] ^= np.asarray(self._requested, dtype=np.uint64)
+        leaders = find_leaders(named, np.asarray(self._shareable, dtype=bool), settings.max_copies)
         computed = np.flatnonzero(leaders == np.arange(len(leaders)))
         arrangement = arrange(
             columns.models[computed],
@@ -210,7 +163,7 @@ class SegmentPlan:
         arrangement: RunningOrder,
         settings: PlanSettings,
         models: list[str],
-        spill: SegmentTextReader | None,
+        spill: SpilledRowReader | None,
         carried: pa.Schema | None,
         small_first: bool,
     ) -> None:

@@ -17,8 +17,9 @@ from pipeline.planner.prefix_chain import PrefixChain, prefix_chain, prompt_byte
 from pipeline.planner.rejected_lines import RejectedLine
 from pipeline.planner.seen_ids import SeenIds
 from pipeline.planner.tokens import PromptTokens, TokenEstimator
-from schemas.jobs.job import Job
-from schemas.requests.dialects.registry import DIALECTS, translate_error
+from schemas.jobs.job import Job, JobSettings
+from schemas.models import ModelPin
+from schemas.requests.dialects.registry import translate_error
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import (
     BODIES,
@@ -27,15 +28,12 @@ from schemas.requests.parsing import (
     CompletionBody,
     GenerationBody,
     RequestLine,
-    dump_body,
     parse_body,
     parse_line,
 )
+from schemas.requests.request_key import AnswerContext, request_key, stored_body
 from schemas.requests.sampling_defaults import answer_limit, fill_in
 from schemas.requests.truncation import limit_prompt_tokens
-
-NO_EFFECT = frozenset(("user", "metadata", "store", "safety_identifier", "prompt_cache_key"))
-SAMPLING_ONLY = ("seed", "top_p", "top_k", "min_p")  # no effect on a greedy request
 
 
 class ValidRow(NamedTuple):
@@ -43,7 +41,8 @@ class ValidRow(NamedTuple):
 
     Attributes:
         position: in its batch, blank lines not counted.  body: JSON for the worker.
-        request_hash: 16 bytes, equal for requests that must give equal answers.
+        requested_model: as the request names it; `model` is the pinned one that answers.
+        request_key: see `schemas.requests.request_key`.
         shareable: whether an equal request may take this one's answer.
         prompt_tokens: of all prompts, estimated.  expected_tokens: of one choice.  max_tokens: of all choices together.
         certain_tokens: minimum tokens of each choice, for any output of the model.
@@ -55,7 +54,8 @@ class ValidRow(NamedTuple):
     url: str
     body: bytes
     model: str
-    request_hash: bytes
+    requested_model: str
+    request_key: bytes
     shareable: bool
     choices: int
     prompt_tokens: int
@@ -132,6 +132,7 @@ class Validator:
         only = job.settings.model
         self._names = [*models, *self._virtual] if only is None else [only]
         self._defaults = {model.name: model.sampling_defaults for model in job.models}
+        self._contexts = {model.name: _context(model, job.settings) for model in job.models}
         self._seen = seen
         self._estimator = estimator
         self._selected = None if job.settings.rows is None else job.settings.rows.mask()
@@ -227,15 +228,15 @@ class Validator:
         except RowError as error:
             raise translate_error(line.url, error) from None
         key = self._keys[model, line.url]
-        stored, same = stored_and_hash(line.url, body)
         return ValidRow(
             position=row.position,
             row=row.source.row,
             custom_id=line.custom_id,
             url=line.url,
-            body=stored,
+            body=stored_body(line.url, body),
             model=model,
-            request_hash=same,
+            requested_model=body.model,
+            request_key=request_key(line.url, body, self._contexts[model]),
             shareable=answer.shareable,
             choices=answer.choices,
             prompt_tokens=total,
@@ -300,6 +301,12 @@ class Validator:
         return min(limit, max(body.min_tokens, round(limit * self._settings.plan.answer_fraction)))
 
 
+def _context(model: ModelPin, settings: JobSettings) -> AnswerContext:
+    """What enters the answers of this model."""
+    limit = min(answer_limit(model.sampling_defaults, settings.default_max_tokens), settings.max_output_tokens)
+    return AnswerContext(model.key, limit, settings.content_policies, settings.seed, settings.truncate_prompt)
+
+
 def _with_logprobs(body: Body) -> Body:
     """The request, with log-probabilities of the answer's tokens."""
     if isinstance(body, ChatBody):
@@ -314,33 +321,6 @@ def _certain(body: GenerationBody) -> int:
     if body.output_limit is None or not body.ignore_eos or body.stop or body.stop_token_ids:
         return body.min_tokens
     return body.output_limit
-
-
-def stored_and_hash(url: str, body: Body) -> tuple[bytes, bytes]:
-    """The body for the worker, and a 16-byte hash that is equal for requests which must give equal responses, in any
-    notation."""
-    dialect = DIALECTS.get(url)
-    without = (body.model_fields_set & NO_EFFECT) - (frozenset() if dialect is None else dialect.repeated)
-    if without:
-        body = body.model_copy(update=dict.fromkeys(without))
-    stored = dump_body(body)
-    update = _same_answer(body) if isinstance(body, GenerationBody) else {}
-    same = dump_body(body.model_copy(update=update)) if update else stored
-    return stored, blake2b(same, digest_size=16, key=url.encode()).digest()
-
-
-def _same_answer(body: GenerationBody) -> dict[str, object]:
-    """Normalized fields: equal for all requests that must give the same answer."""
-    update: dict[str, object] = {}
-    if body.temperature == 0 and not body.model_fields_set.isdisjoint(SAMPLING_ONLY):
-        update = {name: type(body).model_fields[name].default for name in SAMPLING_ONLY}
-    if len(body.logit_bias) > 1:
-        update["logit_bias"] = dict(sorted(body.logit_bias.items()))
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        update |= {"max_tokens": body.max_completion_tokens, "max_completion_tokens": None}
-    if isinstance(body, ChatBody) and body.cache_breakpoints:
-        update["cache_breakpoints"] = ()
-    return update
 
 
 def _named(batch: SourceBatch) -> list[tuple[SourceRow, str]]:

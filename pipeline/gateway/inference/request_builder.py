@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pipeline.gateway.batches.requests import EXTENSION
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError, bad_request, unavailable
-from pipeline.gateway.inference.response_cache import ResponseCache, cache_key
+from pipeline.gateway.inference.response_cache import ResponseCache
 from pipeline.gateway.inference.service_tier import take_service_tier
 from pipeline.gateway.limits.admission import AdmittedRequest, RateLimiter
 from pipeline.ingest.validation import first_mistake
@@ -34,6 +34,7 @@ from schemas.requests.errors import STATUS_CODES, RowError
 from schemas.requests.limits import Limits
 from schemas.requests.parsing import Body, ChatBody, CompletionBody, GenerationBody, dump_body, parse_body
 from schemas.requests.policy_report import extension_of
+from schemas.requests.request_key import AnswerContext, request_key
 from schemas.requests.sampling_defaults import answer_limit, fill_in
 from schemas.requests.scoring import ClassifyBody
 from schemas.requests.tokenizing import (
@@ -47,6 +48,9 @@ from schemas.requests.tokenizing import (
 from schemas.settings.overload import StepName
 from schemas.virtual_models import VirtualModel
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
+
+LIMITS: Final = ("max_tokens", "max_completion_tokens")
+"""Fields that limit an answer's tokens."""
 
 DEGRADED: Final = "x-tokenmill-degraded"
 """The response header with the steps of degradation that changed a request."""
@@ -309,7 +313,10 @@ class InferenceRequestBuilder:
                 message = f"{EXTENSION}.cache needs temperature 0 or a seed: otherwise each answer is another"
                 raise bad_request(message, f"{EXTENSION}.cache")
             return None
-        return cache_key(request, default_max_tokens, policies)
+        # They may have been lowered.
+        limits: dict[str, Any] = {name: request.body[name] for name in LIMITS if name in request.body}
+        sent = body.model_copy(update=limits) if limits else body
+        return request_key(request.url, sent, AnswerContext(request.model, default_max_tokens, policies)).hex()
 
     def find_cached(self, inference: InferenceRequest) -> dict[str, Any] | None:
         """The cached response of the same request; None: there is none. May block on Redis."""

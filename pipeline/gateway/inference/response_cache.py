@@ -1,13 +1,13 @@
 """The response cache: an identical request of the same tenant gets the stored response for a while.
 
-Only deterministic requests (greedy, or with a seed) are cached, and the key holds the weights and the content policies.
+Only deterministic requests (greedy, or with a seed) are cached. Their keys are those of a job's rows
+(`schemas.requests.request_key`): the weights and the content policies enter them.
 The cache never fails a request: when it can't be read, the response is computed; when it can't be written, the response
 isn't cached.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from collections import OrderedDict
@@ -22,14 +22,11 @@ from pipeline.ports import Clock
 from pipeline.runtime.availability import ServiceUnavailable
 from schemas.requests.policy_report import may_be_repeated
 from schemas.settings.gateway import CacheOptions
-from schemas.workers.lane import LaneRequest
 
 MARK: Final = "tokenmill_cached"
 """The field in `usage` that marks a response from the cache."""
 _AWAY_SECONDS: Final = 5.0
 _CACHEABLE_FINISH_REASONS: Final = frozenset({"stop", "length"})
-_IGNORED_FIELDS: Final = frozenset({"model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
-"""Fields of a body that don't change its response. The key holds the model's weights, so its name isn't needed."""
 
 logger = structlog.get_logger(__name__)
 
@@ -146,14 +143,6 @@ class ResponseCache:
     def _stay_away(self, error: ServiceUnavailable) -> None:
         self._away_until = self._clock.monotonic() + _AWAY_SECONDS
         logger.warning("cache_not_used", reason=str(error), seconds=_AWAY_SECONDS)
-
-
-def cache_key(request: LaneRequest, default_max_tokens: int, policies: str | None = None) -> str:
-    """The key of a request's response: a hash of its content, the weights and the content policies."""
-    body = {name: value for name, value in request.body.items() if name not in _IGNORED_FIELDS}
-    facts = {"url": request.url, "model": request.model, "default_max_tokens": default_max_tokens, "body": body}
-    facts["policies"] = policies
-    return hashlib.sha256(orjson.dumps(facts, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def _is_cacheable(response: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.planner import PlanMismatch, segment
+from pipeline.planner import PlanMismatch, spill
 from pipeline.planner.segment_sizes import SegmentSizes
 from pipeline.ports import StoreError
 from schemas.jobs.job import OnInvalid
@@ -170,8 +170,8 @@ def test_several_files_are_one_input_and_errors_name_theirs(tools: Any) -> None:
 def test_given_a_disk_that_is_nearly_full_when_a_segment_is_planned_then_it_stops_before_the_disk_is_full(
     tools: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = SimpleNamespace(free=segment.SPARE_BYTES + 100)
-    monkeypatch.setattr(segment.shutil, "disk_usage", lambda _: left)
+    left = SimpleNamespace(free=spill.SPARE_BYTES + 100)
+    monkeypatch.setattr(spill.shutil, "disk_usage", lambda _: left)
     with pytest.raises(StoreError, match="would leave less than 268435456 bytes; free some space"):
         tools.plan(tools.line())
     left.free += 1 << 20

@@ -47,7 +47,7 @@ def test_a_prompt_that_is_cut_fits(check: Any) -> None:
     cuts = [long | {"truncate_prompt_tokens": most} for most in (30, -1, 31)]
     checked = check(*cuts, long)
     assert [row.row for row in checked.valid] == [0, 1]
-    assert len({row.request_hash for row in checked.valid}) == 2
+    assert len({row.request_key for row in checked.valid}) == 2
 
 
 def test_a_prompt_that_the_job_cuts_fits(check: Any) -> None:
@@ -64,7 +64,7 @@ def test_equal_lists_are_one_request(check: Any) -> None:
     rows = check(
         {"prompt": ["a", "b"]} | greedy, {"prompt": ["a", "b"]} | greedy, {"prompt": ["b", "a"]} | greedy
     ).valid
-    assert rows[0].request_hash == rows[1].request_hash != rows[2].request_hash
+    assert rows[0].request_key == rows[1].request_key != rows[2].request_key
     assert all(row.shareable for row in rows)
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.planner.validate import stored_and_hash
 from schemas.requests.parsing import CHAT_URL, EMBEDDINGS_URL, ChatBody, dump_body, load_body, parse_body
+from schemas.requests.request_key import AnswerContext, request_key
 from schemas.requests.sampling_defaults import FILLED_IN, SamplingDefaults, answer_limit, fill_in
 
 DEFAULTS = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.05, repetition_penalty=1.05)
@@ -36,7 +36,7 @@ def test_only_what_a_request_leaves_out_is_filled_in_and_survives_the_dump(kinds
 
 def test_equal_requests_share_an_answer_by_what_is_computed() -> None:
     def found(**fields: Any) -> bytes:
-        return stored_and_hash(CHAT_URL, filled(**fields))[1]
+        return request_key(CHAT_URL, filled(**fields), AnswerContext("weights", 10))
 
     assert found() == found(temperature=0.6) == found(temperature=None, top_k=20)
     assert found() != found(temperature=1.0)

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from pipeline.planner.prefix_chain import prompt_bytes
-from pipeline.planner.validate import stored_and_hash
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import Limits
 from schemas.requests.parsing import CHAT_URL, ChatBody, dump_body, load_body, parse_body
+from schemas.requests.request_key import AnswerContext, request_key
 
 INVALID, UNSUPPORTED = RowErrorCode.INVALID_REQUEST, RowErrorCode.UNSUPPORTED_PARAMETER
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}, "required": ["b"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+CONTEXT = AnswerContext("weights", 10)
 TOOL = {"type": "function", "function": {"name": "look_up", "description": "Looks.", "parameters": SCHEMA}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": '{"b": 1}'}}
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -54,7 +55,7 @@ def test_the_options_of_a_body_reach_the_worker_unchanged(fields: dict[str, Any]
     assert read == body
     assert body != chat()
     # and it counts when requests are compared
-    assert stored_and_hash(CHAT_URL, body)[1] != stored_and_hash(CHAT_URL, chat())[1]
+    assert request_key(CHAT_URL, body, CONTEXT) != request_key(CHAT_URL, chat(), CONTEXT)
 
 
 def test_the_order_of_a_schemas_properties_is_preserved() -> None:
@@ -76,7 +77,7 @@ def test_neutral_values_are_as_if_absent() -> None:
         found = chat(**neutral)
         assert not found.constrained
         if neutral.get("tool_choice") != "none":
-            assert stored_and_hash(CHAT_URL, found) == stored_and_hash(CHAT_URL, chat())
+            assert request_key(CHAT_URL, found, CONTEXT) == request_key(CHAT_URL, chat(), CONTEXT)
     assert chat(tools=[TOOL], tool_choice="auto") == chat(tools=[TOOL])
     assert chat(tools=[TOOL], tool_choice="none").offered_tools == ()
 

@@ -8,11 +8,11 @@ import anthropic
 import orjson
 import pytest
 
-from pipeline.planner.validate import stored_and_hash
 from schemas.requests.dialects.anthropic.body import ANTHROPIC, MESSAGES_URL, MessagesBody, _add, _with_content
 from schemas.requests.dialects.anthropic.response import usage_of
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import ChatBody, dump_body, load_body, parse_body
+from schemas.requests.request_key import AnswerContext, request_key, stored_body
 
 HELLO = [{"role": "user", "content": "hi"}]
 CACHED = {"type": "ephemeral"}
@@ -96,10 +96,10 @@ def test_marks_become_places_in_the_chat() -> None:
 
 
 def test_marks_change_no_answer_and_are_stored() -> None:
-    plain, marked = (stored_and_hash(MESSAGES_URL, read(**fields)) for fields in ({}, MARK))
-    assert plain[1] == marked[1]
-    assert b"cache_breakpoints" in marked[0]
-    assert b"cache_breakpoints" not in plain[0]
+    plain, marked, context = read(), read(**MARK), AnswerContext("weights", 10)
+    assert request_key(MESSAGES_URL, plain, context) == request_key(MESSAGES_URL, marked, context)
+    assert b"cache_breakpoints" in stored_body(MESSAGES_URL, marked)
+    assert b"cache_breakpoints" not in stored_body(MESSAGES_URL, plain)
 
 
 def test_the_usage_is_split_by_what_the_cache_had() -> None:

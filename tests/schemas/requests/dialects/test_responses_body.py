@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response
 
-from pipeline.planner.validate import stored_and_hash
 from schemas.requests.dialects.openai_responses import RESPONSES_URL
 from schemas.requests.dialects.openai_responses.body import HINTS, NO_CHANGE, ResponsesBody
 from schemas.requests.dialects.openai_responses.response import response_object, to_response
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import Limits
 from schemas.requests.parsing import CHAT_URL, ChatBody, dump_body, load_body, parse_body
+from schemas.requests.request_key import AnswerContext, request_key, stored_body
 from schemas.requests.sampling_defaults import SamplingDefaults, fill_in
 
 LOGPROBS = ["message.output_text.logprobs"]
@@ -94,15 +94,16 @@ def test_a_body_is_the_same_chat(fields: dict[str, Any], same: dict[str, Any]) -
 
 def test_a_row_stores_what_its_response_repeats() -> None:
     marked = respond(metadata={"a": "b"}, user="u", safety_identifier="s")
-    stored, same = stored_and_hash(RESPONSES_URL, marked)
-    found = load_body(RESPONSES_URL, stored)
+    found = load_body(RESPONSES_URL, stored_body(RESPONSES_URL, marked))
     assert isinstance(found, ChatBody)
     assert (found.metadata, found.user, found.safety_identifier) == ({"a": "b"}, "u", None)
     response = response_object("resp_1", 1, found)
     assert (response["metadata"], response["user"]) == ({"a": "b"}, "u")
-    # Rows with one hash have one response.
-    assert same != stored_and_hash(RESPONSES_URL, respond())[1]
-    assert stored_and_hash(CHAT_URL, chat(metadata={"a": "b"}, user="u")) == stored_and_hash(CHAT_URL, chat())
+    # Rows with one key have one response.
+    context, named = AnswerContext("weights", 10), chat(metadata={"a": "b"}, user="u")
+    assert request_key(RESPONSES_URL, marked, context) != request_key(RESPONSES_URL, respond(), context)
+    assert request_key(CHAT_URL, named, context) == request_key(CHAT_URL, chat(), context)
+    assert stored_body(CHAT_URL, named) == stored_body(CHAT_URL, chat())
 
 
 def test_null_leaves_a_parameter_to_the_models_own_default() -> None:
