@@ -36,6 +36,14 @@ OUT's input, models and settings; rows keep `row` and custom_id. Refusals that w
 `--model` also `context_length_exceeded` and `model_not_found`); `--include-invalid` includes them. `jobs export OUT
 RETRY… --merged` joins the jobs in input order: each line once, with its first answer, else the latest error.
 
+**Reuse.** `run --reuse FORMER` computes only what FORMER has no answer to: the folder of a run, ended or not, or a
+Parquet file of its results. The column `request_key` is equal for requests that must give equal answers: it is a hash
+of the request without names, of the model's weights and arithmetic, and of the content policies, default limit and seed
+where they count. A row with the key of a former succeeded one takes its answer, with 0 tokens and the former job's id
+in `reused_from`, and `manifest.json` counts it in `reused`. Rows that failed are computed again. Of answers that were
+sampled without a seed each is taken once. That is decided when a row is planned: a command that goes on, with or
+without `--reuse`, keeps its plan.
+
 **Jobs in a root.** `jobs list`, `show`, `watch`, `cancel`, `retry` and `export` also take the id of a job in a root
 ([looking at jobs](operations/looking-at-jobs.md)). There `jobs retry ID` takes neither `--output` nor engine options.
 With `--json` a job is OpenAI's batch object, the same for a folder, a root and a gateway (`--url`).

@@ -112,6 +112,7 @@ def build_manifest(
         job=job.id,
         status=ending(counts),
         counts=counts,
+        reused=sum(segment.reused for segment in segments),
         usage=usage,
         repeated_at_most=usage.repeated + at_most,
         created_at=job.created_at,

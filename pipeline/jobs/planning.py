@@ -1,7 +1,7 @@
-"""Planning of a job into the ledger: shards, refused rows and segments.
+"""Planning of a job into the ledger: shards, rows that end in planning, and segments.
 
 The creation of a segment decides the plan of its rows, even if several planners planned them; the part of its refused
-rows follows at once, from the stored rows. An interrupted plan resumes at the first missing segment.
+and reused rows follows at once, from the stored rows. An interrupted plan resumes at the first missing segment.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pipeline.ledger.ledger import JobLedger, LedgerError, rejects_key, segment_
 from pipeline.ledger.records import PartSummary
 from pipeline.planner import (
     BrokenInput,
+    FormerAnswers,
     InputError,
     InputEstimate,
     InvalidInput,
@@ -137,12 +138,22 @@ class LedgerPlanSink:
         self._world.on_progress()
         return stored
 
-    def write_rejected(self, table: pa.Table) -> None:
-        """Append rows that the open segment refuses."""
+    def reused_keys(self, segment: PlanSegment) -> list[bytes]:
+        """The request keys of a committed segment's rows that took answers of a former job."""
+        if not segment.reused or segment.rejects is None:
+            return []
+        with self._ledger.store.open(self._ledger.prefix + segment.rejects.key) as stream:
+            # On this thread, as elsewhere: Arrow's own may outlive the call, with the file.
+            rows = pq.ParquetFile(stream).read(["request_key", "reused_from"], use_threads=False)
+        keys = rows["request_key"].filter(rows["reused_from"].is_valid())
+        return [bytes.fromhex(key) for key in keys.to_pylist()]
+
+    def write_results(self, table: pa.Table) -> None:
+        """Append results of the open segment that planning makes."""
         self._rejects_writer().append(table)
 
-    def store_rejects(self, number: int) -> StoredShard:
-        """Store the refused rows under this attempt's name, ready to become part `number`."""
+    def store_results(self, number: int) -> StoredShard:
+        """Store these results under this attempt's name, ready to become part `number`."""
         writer = self._rejects_writer()
         writer.finish(
             PartSummary(
@@ -160,7 +171,7 @@ class LedgerPlanSink:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
             stored = StoredShard(key, digest, stream.tell())
         if not self._ledger.create(key, writer.path):
-            raise LedgerError(f"{self._ledger.location(key)}: refused rows of this planning attempt exist already")
+            raise LedgerError(f"{self._ledger.location(key)}: results of this planning attempt exist already")
         self._rejects = None
         return stored
 
@@ -197,6 +208,7 @@ def plan_job(
     max_segments: int | None = None,
     open_input: Callable[[InputRef], PinnedInput] = open_pinned,
     router: RuleRouter | None = None,
+    former: FormerAnswers | None = None,
 ) -> PlanSummary | None:
     """Plan a job, or the rest of an interrupted plan. None: the plan is complete already, or the job has ended.
 
@@ -206,6 +218,7 @@ def plan_job(
         max_segments: return when this many segments exist (`on_invalid` "job" plans the whole job regardless).
         open_input: makes the pinned input readable; with settings of its own where S3 needs them.
         router: applies the rules of the job's virtual models; None: one without loads and labels.
+        former: answers that rows with the same keys take, so that they are not computed.
 
     Raises:
         InvalidInput: invalid lines stop the job (`on_invalid` "job"); it has ended as failed.
@@ -220,7 +233,7 @@ def plan_job(
     span = world.traces.begin("plan", {"tokenmill.job.id": job.id}, parent=world.traces.of_job(job))
     with working_for(span):
         routing = model_routing(job, world, router)
-        return _plan(ledger, job, world, count_tokens, max_segments, open_input(job.input), span, routing)
+        return _plan(ledger, job, world, count_tokens, max_segments, open_input(job.input), span, routing, former)
 
 
 def _plan(
@@ -232,6 +245,7 @@ def _plan(
     watched: PinnedInput,
     span: Span,
     routing: ModelRouting,
+    former: FormerAnswers | None,
 ) -> PlanSummary:
     with _of_this_input(watched):
         source = open_source(watched.files(), job.input.format, job.settings.limits, job.only_model)
@@ -240,7 +254,7 @@ def _plan(
         with _of_this_input(watched):
             made = plan(
                 source, job, sink, world, attempt=sink.attempt, counter=count_tokens, max_segments=max_segments,
-                routing=routing,
+                routing=routing, former=former,
             )  # fmt: skip
         span.end()
         return made

@@ -10,6 +10,7 @@ from pipeline.planner.estimates.sample import ShardSample
 from pipeline.planner.plan import plan
 from pipeline.planner.ports import (
     BrokenInput,
+    FormerAnswers,
     InputError,
     InvalidInput,
     ModelRouting,
@@ -37,6 +38,7 @@ __all__ = [
     "DoesNotFit",
     "HARDWARE",
     "BrokenInput",
+    "FormerAnswers",
     "InputError",
     "InvalidInput",
     "ModelRouting",

@@ -10,7 +10,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
+
 from pipeline.planner.ports import (
+    FormerAnswers,
     InvalidInput,
     ModelRouting,
     PlanMismatch,
@@ -21,6 +24,7 @@ from pipeline.planner.ports import (
     TokenCounter,
 )
 from pipeline.planner.rejected_lines import error_rows
+from pipeline.planner.reuse import take_reusable
 from pipeline.planner.seen_ids import SeenIds
 from pipeline.planner.segment import SegmentBuilder, SegmentTexts
 from pipeline.planner.segment_sizes import SegmentSizes
@@ -42,6 +46,7 @@ def plan(
     counter: TokenCounter | None = None,
     max_segments: int | None = None,
     routing: ModelRouting | None = None,
+    former: FormerAnswers | None = None,
 ) -> PlanSummary:
     """Plan a job: the whole plan is in the sink when this returns.
 
@@ -52,6 +57,7 @@ def plan(
         counter: counts tokens of a sample of the first segment's prompts; None: a rule of thumb.
         max_segments: return when so many segments are committed. A job that invalid lines stop is planned as a whole.
         routing: chooses the models of requests to virtual ones; not needed for a job without any.
+        former: answers that rows with the same keys take, so that they are not computed.
     Raises:
         InputError: the input can't be read.
         InvalidInput: lines are invalid and the job's `on_invalid` is "job"; no segment was committed.
@@ -59,7 +65,8 @@ def plan(
     """
     with tempfile.TemporaryDirectory(prefix="plan-", dir=world.scratch) as folder:
         estimator = TokenEstimator(counter)
-        return _PlannerRun(source, job, sink, world, attempt, estimator, Path(folder), routing).run(max_segments)
+        planner = _PlannerRun(source, job, sink, world, attempt, estimator, Path(folder), routing, former)
+        return planner.run(max_segments)
 
 
 def limited(batches: Iterator[SourceBatch], limit: int | None) -> Iterator[SourceBatch]:
@@ -88,7 +95,9 @@ class _PlannerRun:
         estimator: TokenEstimator,
         folder: Path,
         routing: ModelRouting | None,
+        former: FormerAnswers | None,
     ) -> None:
+        self._former = former
         self._source = source
         self._job = job
         self._sink = sink
@@ -108,20 +117,20 @@ class _PlannerRun:
         return self._job.settings.on_invalid is OnInvalid.JOB
 
     def run(self, max_segments: int | None) -> PlanSummary:
-        segment = _OpenSegment(self, 0, 0)
+        segment = self._open(0, 0)
         for batch in limited(self._source.batches(self._sizes), self._job.settings.limit):
             if (index := self._sizes.index(batch.first_row)) != segment.index:
                 self._close(segment, last=False)
                 if not self._strict and len(self._segments) == max_segments:
                     return summarize(self._segments)
-                segment = _OpenSegment(self, index, batch.first_row)
+                segment = self._open(index, batch.first_row)
             segment.end_row = batch.end_row
             self._world.on_progress()
             if segment.existing is not None:
                 self._validator.remember(batch)
                 continue
             checked = self._validator.check(batch)
-            self._reject(checked)
+            segment.reused += self._end_rows(checked)
             segment.add(checked)
         self._close(segment, last=True)
         if self._errors:
@@ -130,21 +139,41 @@ class _PlannerRun:
             self._segments = [self._commit(segment) for segment in self._segments]
         return summarize(self._segments)
 
-    def _reject(self, checked: CheckedBatch) -> None:
-        """Write the results of invalid lines, or collect the first of them for the error that stops the job."""
-        if not checked.rejected:
-            return
-        self._invalid += len(checked.rejected)
-        if self._strict:
-            room = self._job.settings.plan.max_invalid_errors - len(self._errors)
-            self._errors += [
-                JobError(code=error.code, message=error.message, line=error.line, param=error.param)
-                for error in (rejected.error for rejected in checked.rejected[:room])
-            ]
-            return
+    def _open(self, index: int, first_row: int) -> _OpenSegment:
+        segment = _OpenSegment(self, index, first_row)
+        if self._former is not None and segment.existing is not None:
+            self._former.mark_given(self._sink.reused_keys(segment.existing))
+        return segment
+
+    def _end_rows(self, checked: CheckedBatch) -> int:
+        """Write the results of rows that end in planning: invalid lines, and those that take answers of a former job.
+        Returns the number of the latter."""
         created_at, now = self._job.created_at, self._world.clock.now()
-        rows = error_rows(checked.rejected, checked.batch.carried, self._source.carried, created_at=created_at, at=now)
-        self._sink.write_rejected(rows)
+        carried = self._source.carried
+        tables: list[pa.Table] = []
+        reused = None
+        if checked.rejected and not self._refuse_job(checked):
+            rejected = checked.rejected
+            tables.append(error_rows(rejected, checked.batch.carried, carried, created_at=created_at, at=now))
+        if self._former is not None:
+            reused = take_reusable(checked, self._former, carried, created_at=created_at, at=now)
+        if reused is not None:
+            tables.append(reused)
+        if tables:
+            self._sink.write_results(tables[0] if len(tables) == 1 else pa.concat_tables(tables).sort_by("row"))
+        return 0 if reused is None else int(reused.num_rows)
+
+    def _refuse_job(self, checked: CheckedBatch) -> bool:
+        """Count invalid lines; whether they stop the job. Of those that do, the first are collected for its error."""
+        self._invalid += len(checked.rejected)
+        if not self._strict:
+            return False
+        room = self._job.settings.plan.max_invalid_errors - len(self._errors)
+        self._errors += [
+            JobError(code=error.code, message=error.message, line=error.line, param=error.param)
+            for error in (rejected.error for rejected in checked.rejected[:room])
+        ]
+        return True
 
     def _close(self, segment: _OpenSegment, *, last: bool) -> None:
         """Write a segment's shards and commit it; a strict job commits nothing before all of its lines are read."""
@@ -175,7 +204,7 @@ class _OpenSegment:
         self.existing = planning._sink.existing_segment(index)
         self._planning = planning
         self.first_row = self.end_row = first_row
-        self._lines = self._rejected = self._unselected = 0
+        self._lines = self._rejected = self._unselected = self.reused = 0
         self._path = planning._folder / f"segment-{index}.arrow"
         if self.existing is None:
             spill = SegmentTexts(self._path, planning._source.carried)
@@ -221,6 +250,7 @@ class _OpenSegment:
             blank_lines=self.end_row - self.first_row - self._lines,
             unselected=self._unselected,
             rejected=self._rejected,
+            reused=self.reused,
             rejects=rejects,
             unique=planned.unique,
             prefix_groups=planned.prefix_groups,
@@ -234,13 +264,14 @@ class _OpenSegment:
         )
 
     def _rejects(self) -> RejectsRef | None:
-        """Store the refused rows, if any. Part 0 exists even when it is empty, so that the results can always be
-        read."""
-        if self.index and not self._rejected:
+        """Store the rows that planning ends, if any. Part 0 exists even when it is empty, so that the results can
+        always be read."""
+        rows = self._rejected + self.reused
+        if self.index and not rows:
             return None
         number = self._planning._number
-        stored = self._planning._sink.store_rejects(number)
-        return RejectsRef(number=number, key=stored.key, sha256=stored.sha256, size=stored.size, rows=self._rejected)
+        stored = self._planning._sink.store_results(number)
+        return RejectsRef(number=number, key=stored.key, sha256=stored.sha256, size=stored.size, rows=rows)
 
 
 def check_range(committed: PlanSegment, first_row: int, end_row: int, *, last: bool) -> None:
@@ -256,6 +287,7 @@ def summarize(segments: list[PlanSegment]) -> PlanSummary:
         segments=tuple(segments),
         total=sum(segment.total for segment in segments),
         rejected=sum(segment.rejected for segment in segments),
+        reused=sum(segment.reused for segment in segments),
         unique=sum(segment.unique for segment in segments),
         blank_lines=sum(segment.blank_lines for segment in segments),
         prompt_tokens=sum(shard.prompt_tokens for shard in shards),

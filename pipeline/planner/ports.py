@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from pipeline.planner.segment_sizes import SegmentSizes
 from pipeline.ports import PipelineError
@@ -133,6 +135,27 @@ class StoredShard:
     size: int
 
 
+class FormerAnswers(Protocol):
+    """The answers of a former job, by request key. An answer that was sampled without a seed is one draw of many, so it
+    is given to one row only."""
+
+    def find(self, keys: Sequence[bytes], shareable: Sequence[bool]) -> NDArray[np.int64]:
+        """The index of an answer for each request, -1 where there is none (left).
+
+        Args:
+            keys: of the requests.  shareable: whether a request may have an answer that another one has, too.
+        """
+        ...
+
+    def take(self, indices: NDArray[np.int64]) -> pa.Table:
+        """The answers at `indices`, in that order: `RESULT_FIELDS`, as of their former rows."""
+        ...
+
+    def mark_given(self, keys: Sequence[bytes]) -> None:
+        """Count answers with these keys as given, by an earlier planner."""
+        ...
+
+
 class PlanSink(Protocol):
     """The sink of a plan. Calls are in input order, segment by segment. Segments of other jobs are refused."""
 
@@ -148,22 +171,26 @@ class PlanSink(Protocol):
         """
         ...
 
-    def write_rejected(self, table: pa.Table) -> None:
-        """Append the error rows of lines that the open segment rejects.
+    def reused_keys(self, segment: PlanSegment) -> list[bytes]:
+        """The request keys of a committed segment's rows that took answers of a former job."""
+        ...
+
+    def write_results(self, table: pa.Table) -> None:
+        """Append results of the open segment that planning makes: errors of refused lines, and reused answers.
 
         Args:
             table: `schemas.jobs.arrow_schemas.result_schema(carried)`, sorted by row.
         """
         ...
 
-    def store_rejects(self, number: int) -> StoredShard:
-        """Store the rows rejected since the last call as the future part `number`. It counts only once its segment is
-        committed."""
+    def store_results(self, number: int) -> StoredShard:
+        """Store the results written since the last call as the future part `number`. It counts only once its segment
+        is committed."""
         ...
 
     def commit_segment(self, segment: PlanSegment) -> PlanSegment:
         """Create the segment if absent; returns the committed one (another planner's, when the race was lost). Its
-        refused rows are a part from then on, and its shards may be computed."""
+        results are a part from then on, and its shards may be computed."""
         ...
 
 
@@ -173,7 +200,8 @@ class PlanSummary:
 
     Attributes:
         segments: the committed segments; the last of them records whether the plan is complete.
-        total: rows that get a result.  rejected: of them, refused in planning.  unique: requests to compute.
+        total: rows that get a result.  rejected: of them, refused in planning.  reused: answered by a former job.
+        unique: requests to compute.
         blank_lines: number of empty lines.
         prompt_tokens, expected_tokens: estimates for the computed requests; `max_tokens` is the most they may generate.
         shared_prefix_tokens: estimated prompt tokens that need no second computation.
@@ -182,6 +210,7 @@ class PlanSummary:
     segments: tuple[PlanSegment, ...]
     total: int
     rejected: int
+    reused: int
     unique: int
     blank_lines: int
     prompt_tokens: int

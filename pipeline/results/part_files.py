@@ -99,7 +99,8 @@ def committed_tokens(rows: pa.Table) -> Usage:
 
 def shard_results(rows: pa.Table, shard: pa.Table) -> pa.Table:
     """The table of a part: `rows` (`RESULT_FIELDS`, other columns are dropped) sorted by row, with the columns that
-    `shard` carries through. `served_by` is the shard's model in rows that a worker has taken.
+    `shard` carries through. `served_by` is the shard's model in rows that a worker has taken, `request_key` the shard's
+    `request_hash`, if it has that (a shard that was lost and rebuilt hasn't).
 
     Raises:
         RowsMismatch: `rows` are not exactly one for each row of `shard`, with its custom_id.
@@ -108,12 +109,26 @@ def shard_results(rows: pa.Table, shard: pa.Table) -> pa.Table:
     names = [name for name in shard.column_names if name not in {field.name for field in SHARD_FIELDS}]
     requested = shard.select(["row", "custom_id", *names]).sort_by("row")
     _check_rows(results, requested)
-    served_by = pc.if_else(pc.is_valid(results["started_at"]), shard.sort_by("row")["model"], None)
-    at = results.schema.get_field_index("served_by")
-    results = results.set_column(at, results.schema.field(at), served_by)
+    ordered = shard.sort_by("row")
+    results = _with(results, "served_by", pc.if_else(pc.is_valid(results["started_at"]), ordered["model"], None))
+    if "request_hash" in ordered.column_names:
+        results = _with(results, "request_key", _in_hex(ordered["request_hash"]))
     for name in names:
         results = results.append_column(requested.schema.field(name), requested[name])
     return results
+
+
+def _with(results: pa.Table, name: str, values: pa.ChunkedArray) -> pa.Table:
+    at = results.schema.get_field_index(name)
+    return results.set_column(at, results.schema.field(at), values)
+
+
+def _in_hex(keys: pa.ChunkedArray) -> pa.StringArray:
+    """The texts of binary values without nulls, all of one width."""
+    width: int = 2 * keys.type.byte_width
+    text = b"".join(keys.to_pylist()).hex().encode()
+    offsets = np.arange(len(keys) + 1, dtype=np.int32) * width
+    return pa.StringArray.from_buffers(len(keys), pa.py_buffer(offsets), pa.py_buffer(text))
 
 
 def part_schema(shard: pa.Schema) -> pa.Schema:

@@ -30,6 +30,8 @@ RESULT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("truncated_tokens", pa.int32()),
     pa.field("content_policies", pa.string()),
     pa.field("served_by", pa.string()),  # the model that computed the row; `model` is the requested name
+    pa.field("request_key", pa.string()),  # in hex, see `schemas.requests.request_key`; null: the line was refused
+    pa.field("reused_from", pa.string()),  # the id of the job that computed the answer, if another one did
 )
 
 SHARD_FIELDS: tuple[pa.Field, ...] = (
@@ -39,7 +41,7 @@ SHARD_FIELDS: tuple[pa.Field, ...] = (
     pa.field("url", pa.string(), nullable=False),
     pa.field("body", pa.string(), nullable=False),  # the validated body as JSON; empty for copies
     pa.field("model", pa.string(), nullable=False),
-    pa.field("request_hash", pa.binary(16), nullable=False),
+    pa.field("request_hash", pa.binary(16), nullable=False),  # its key, see `schemas.requests.request_key`
     pa.field("prefix_group", pa.int64()),  # null: shares no known prefix
     pa.field("prefix_readers", pa.int32()),  # requests after this one that begin with the group's prefix
     pa.field("estimated_prompt_tokens", pa.int32(), nullable=False),

@@ -123,6 +123,7 @@ class Manifest(StoredReport):
     """`manifest.json`: the outcome, written once and last.
 
     Attributes:
+        reused: rows that took the answer of a former job: no tokens of theirs are in `usage`.
         repeated_at_most: `usage.repeated`, plus for each crash twice the largest number of tokens that an engine was
             observed to sample between two checkpoints.
         wall_seconds: from acceptance to the last part, without the time when no run was active.
@@ -140,6 +141,7 @@ class Manifest(StoredReport):
     job: str
     status: Literal[JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.EXPIRED, JobStatus.CANCELLED]
     counts: Counts
+    reused: Count = 0
     usage: Usage = Usage()
     repeated_at_most: Count = 0
     created_at: AwareDatetime

@@ -30,7 +30,8 @@ class ShardRef(StoredModel):
 
 
 class RejectsRef(StoredModel):
-    """The part of a segment's refused rows, as the planner stored it. Any process can commit the part by copying it.
+    """The part of a segment's rows that planning ends: refused ones, and those that take answers of a former job, as
+    the planner stored it. Any process can commit the part by copying it.
 
     Attributes:
         number: of the part; 0 in the first segment, which has such a part even if it is empty.
@@ -52,7 +53,8 @@ class PlanSegment(StoredModel):
         attempt: of the planner; prefix of the shards' keys.
         blank_lines: empty lines, which have a row index but no result.
         unselected: lines that the job doesn't select.
-        rejected: rows refused in planning.  rejects: their results; None when a segment behind the first has none.
+        rejected: rows refused in planning.  reused: rows that take answers of a former job.
+        rejects: the results of both; None when a segment behind the first has none.
         unique: requests that are computed.
         prefix_groups: groups of requests that share a prefix worth caching.
         shared_prefix_tokens: estimated, of computed requests: prompt tokens that an earlier one shares.
@@ -73,6 +75,7 @@ class PlanSegment(StoredModel):
     blank_lines: Count = 0
     unselected: Count = 0
     rejected: Count
+    reused: Count = 0
     rejects: RejectsRef | None = None
     unique: Count
     prefix_groups: Count = 0
@@ -87,15 +90,19 @@ class PlanSegment(StoredModel):
     @model_validator(mode="after")
     def _adds_up(self) -> PlanSegment:
         planned = sum(shard.rows for shard in self.shards)
-        if planned + self.rejected != self.total:
+        if planned + self.rejected + self.reused != self.total:
             raise ValueError(
                 f"segment {self.index} covers {self.end_row - self.first_row} lines, but has {planned} in shards, "
-                f"{self.rejected} rejected, {self.blank_lines} blank and {self.unselected} left out"
+                f"{self.rejected} rejected, {self.reused} reused, {self.blank_lines} blank and {self.unselected} left "
+                "out"
             )
         if sum(shard.computed_rows for shard in self.shards) != self.unique:
             raise ValueError(f"segment {self.index}: shards compute other than {self.unique} rows")
-        if self.rejected != (self.rejects.rows if self.rejects else 0):
-            raise ValueError(f"segment {self.index}: the part of its {self.rejected} refused rows is another")
+        if self.rejected + self.reused != (self.rejects.rows if self.rejects else 0):
+            raise ValueError(
+                f"segment {self.index}: the part of its {self.rejected} refused and {self.reused} reused rows is "
+                "another"
+            )
         if self.index == 0 and (self.rejects is None or self.rejects.number != 0):
             raise ValueError("the first segment has no part 0")
         return self

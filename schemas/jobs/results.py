@@ -45,6 +45,7 @@ class ResultRow:
         content_policies: the verdicts of content policies as JSON (`schemas.requests.policy_report`); None: all of its
             texts simply passed.
         served_by: name of the model of the worker that took the row; filled when its part is made.
+        request_key: in hex; filled likewise.  reused_from: the id of the job that computed the answer; None: this one.
     """
 
     custom_id: str | None
@@ -69,6 +70,8 @@ class ResultRow:
     truncated_tokens: int | None = None
     content_policies: str | None = None
     served_by: str | None = None
+    request_key: str | None = None
+    reused_from: str | None = None
 
     @classmethod
     def from_error(

@@ -93,8 +93,8 @@ def plan_by_hand(
             )
         )  # fmt: skip
     error = RowError(RowErrorCode.INVALID_JSON, "not JSON")
-    sink.write_rejected(results_table(ResultRow.from_error(row, None, error) for row in rejected).cast(result_schema()))
-    stored = sink.store_rejects(REJECTS)
+    sink.write_results(results_table(ResultRow.from_error(row, None, error) for row in rejected).cast(result_schema()))
+    stored = sink.store_results(REJECTS)
     rejects = RejectsRef(number=REJECTS, key=stored.key, sha256=stored.sha256, size=stored.size, rows=len(rejected))
     total = sum(map(len, shards)) + len(rejected)
     segment = PlanSegment(

@@ -44,6 +44,7 @@ from tokenmill.config.cli_options import (
     QuantizeOption,
     ReasoningParser,
     Replicas,
+    Reuse,
     SampleRows,
     SamplingValues,
     ScoreTokens,
@@ -94,6 +95,7 @@ def run(
         OnInvalid, typer.Option(help="An invalid line fails by itself (row), or stops the job at once (job).")
     ] = "row",
     fresh: Fresh = False,
+    reuse: Reuse = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows of the input.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of sampled requests that bring none.")] = 0,
     price_per_hour: PricePerHour = None,
@@ -145,8 +147,8 @@ def run(
         )
     if prompt is not None and then is not None:
         raise typer.BadParameter("takes no cascade (--then)", param_hint="--prompt")
-    if dry_run and chat_template is not None:
-        raise typer.BadParameter("takes no other --chat-template", param_hint="--dry-run")
+    if dry_run and (chat_template is not None or reuse is not None):
+        raise typer.BadParameter("takes no other --chat-template, and no --reuse", param_hint="--dry-run")
     settings, out = read_settings(), out.expanduser()
     engine = engine_options(
         settings, dtype=dtype, device=device, threads=threads, max_num_seqs=max_num_seqs,
@@ -176,7 +178,7 @@ def run(
     plan = make_plan(
         input_, model, out, wanted, engine, chat,
         tier=JobTier(tier), fresh=fresh, price_per_hour=price_of_worker(settings, price_per_hour), deadline=deadline,
-        max_cost=max_cost, content_policy=content_policy,
+        max_cost=max_cost, content_policy=content_policy, reuse=reuse,
     )  # fmt: skip
     check_limit(plan)
     if then is None:
@@ -220,6 +222,8 @@ def _cascade(
 
     if first.deadline is not None or first.max_cost is not None:
         raise UserError("--deadline and --max-cost are of one job; a cascade has several")
+    if first.reuse is not None:
+        raise UserError("--reuse is of one job's answers; a cascade has several jobs. Run its models one by one")
     accepted = read_acceptance(accept, agreement, sample_rows)
     later = choose_engines(job_options.choose_models(then, read_settings().model_cache), engine)
     names = [model.name for model in (*first.models, *later)]

@@ -401,6 +401,13 @@ DryRunOption = Annotated[
     typer.Option("--dry-run", help="With --prompt: print the estimate of tokens, time and cost, and compute nothing."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget the job in OUT, and start anew.")]
+Reuse = Annotated[
+    Path | None,
+    typer.Option(
+        help="The folder of a former run, or a Parquet file of its results: rows of which it has an answer to an equal "
+        "request take that, and are not computed."
+    ),
+]
 PricePerHour = Annotated[
     float | None,
     typer.Option(

@@ -19,6 +19,7 @@ from schemas.requests.parsing import CHAT_URL, ChatBody, parse_body
 from tokenmill import output
 from tokenmill.config import job_options
 from tokenmill.config.engine_options import EngineOptions, engine_options
+from tokenmill.config.former import FormerUnusable
 from tokenmill.config.inputs import pin
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.requests import REQUESTS, FieldSharing, TableRequests, write_into_job
@@ -33,7 +34,7 @@ from workers.structured.grammar import Grammars
 from workers.text.tokenizer import Tokenizer
 
 COLUMNS = ("row", "text", "finish_reason", "error_code", "error_message", "prompt_tokens", "cached_tokens",
-           "completion_tokens")  # fmt: skip
+           "completion_tokens", "request_key", "reused_from")  # fmt: skip
 """Of the results, that become columns of the table."""
 
 
@@ -127,15 +128,21 @@ class TableJob:
         except RowError as error:
             raise InvalidCall(f"output schema: {error.message}") from error
 
-    def run(self, folder: Path) -> pa.Table:
+    def run(self, folder: Path, reuse: Path | None = None) -> pa.Table:
         """The results, in the rows' order, with `COLUMNS`. A job that a killed run left in the folder goes on.
 
+        Args:
+            reuse: former results, whose answers rows with equal keys take.
+
         Raises:
-            InvalidCall: the folder holds another job.  KeyboardInterrupt: the run was stopped.
+            InvalidCall: the folder holds another job, or there are no such results.
+            KeyboardInterrupt: the run was stopped.
             What `run_job` raises.
         """
         path, price = self.write(folder), price_of_worker(self._settings)
-        plan = make_plan(str(path), [self._given_model], folder, self._wanted, self._engine, price_per_hour=price)
+        plan = make_plan(
+            str(path), [self._given_model], folder, self._wanted, self._engine, price_per_hour=price, reuse=reuse
+        )
         try:
             done = run_with_progress(plan)
         except DifferentJob as error:
@@ -143,6 +150,8 @@ class TableJob:
             raise InvalidCall(
                 f"output_dir: {folder} holds another job: {changed}; give another folder, or remove this one"
             ) from error
+        except FormerUnusable as error:
+            raise InvalidCall(f"reuse: {error}") from error
         if done.manifest is None:
             raise KeyboardInterrupt("stopped; with an output_dir the same call goes on from what is committed")
         return read_results(folder)

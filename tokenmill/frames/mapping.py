@@ -22,31 +22,33 @@ if TYPE_CHECKING:
 
 DataT = TypeVar("DataT")
 
-SUFFIXES = ("", "_error", "_finish_reason", "_prompt_tokens", "_cached_tokens", "_completion_tokens")
+SUFFIXES = ("", "_error", "_finish_reason", "_prompt_tokens", "_cached_tokens", "_completion_tokens", "_key", "_reused")
 """Of the new columns' names."""
 
 
 @overload
 def map_rows(
     data: Any, *, prompt: str, model: str, output: Any = ..., system: str | None = ..., output_column: str = ...,
-    output_dir: str | os.PathLike[str] | None = ..., dry_run: Literal[True], **options: Unpack[Options],
+    output_dir: str | os.PathLike[str] | None = ..., reuse: str | os.PathLike[str] | None = ...,
+    dry_run: Literal[True], **options: Unpack[Options],
 ) -> TableEstimate: ...  # fmt: skip
 @overload
 def map_rows(
     data: str | os.PathLike[str], *, prompt: str, model: str, output: Any = ..., system: str | None = ...,
-    output_column: str = ..., output_dir: str | os.PathLike[str] | None = ..., dry_run: Literal[False] = ...,
-    **options: Unpack[Options],
+    output_column: str = ..., output_dir: str | os.PathLike[str] | None = ...,
+    reuse: str | os.PathLike[str] | None = ..., dry_run: Literal[False] = ..., **options: Unpack[Options],
 ) -> pa.Table: ...  # fmt: skip
 @overload
 def map_rows(
     data: list[dict[str, DataT]], *, prompt: str, model: str, output: Any = ..., system: str | None = ...,
-    output_column: str = ..., output_dir: str | os.PathLike[str] | None = ..., dry_run: Literal[False] = ...,
-    **options: Unpack[Options],
+    output_column: str = ..., output_dir: str | os.PathLike[str] | None = ...,
+    reuse: str | os.PathLike[str] | None = ..., dry_run: Literal[False] = ..., **options: Unpack[Options],
 ) -> list[dict[str, Any]]: ...  # fmt: skip
 @overload
 def map_rows(
     data: DataT, *, prompt: str, model: str, output: Any = ..., system: str | None = ..., output_column: str = ...,
-    output_dir: str | os.PathLike[str] | None = ..., dry_run: Literal[False] = ..., **options: Unpack[Options],
+    output_dir: str | os.PathLike[str] | None = ..., reuse: str | os.PathLike[str] | None = ...,
+    dry_run: Literal[False] = ..., **options: Unpack[Options],
 ) -> DataT: ...  # fmt: skip
 def map_rows(
     data: Any,
@@ -57,6 +59,7 @@ def map_rows(
     system: str | None = None,
     output_column: str = "answer",
     output_dir: str | os.PathLike[str] | None = None,
+    reuse: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
     **options: Unpack[Options],
 ) -> Any:
@@ -76,6 +79,8 @@ def map_rows(
         output_column: the answers' column, and the beginning of the other new columns' names.
         output_dir: the job's folder. The same call after a kill goes on there, and computes no committed row again.
             None: a temporary one.
+        reuse: the `output_dir` of a former call, or a Parquet file of its results. Rows of which it has an answer to an
+            equal request (the same key) take that, and are not computed.
         dry_run: compute nothing; return an estimate of tokens, time and cost.
         **options: sampling parameters (`temperature`, `max_tokens`, `seed` and so on), as OpenAI and vLLM name them;
             and the engine's options (`quantize`, `kv_dtype`, `max_num_seqs` and so on), as `tokenmill run` has them.
@@ -88,7 +93,9 @@ def map_rows(
         | `answer` | string, enum, int64, bool, struct, list, … | null where the row failed |
         | `answer_error` | string | null where it succeeded |
         | `answer_finish_reason` | string | `stop`, or `length` for an answer cut off by `max_tokens` |
-        | `answer_prompt_tokens`, `answer_cached_tokens`, `answer_completion_tokens` | int32 | usage, in tokens |
+        | `answer_prompt_tokens`, `answer_cached_tokens`, `answer_completion_tokens` | int32 | usage; 0 where reused |
+        | `answer_key` | string | equal for equal requests to the same model; null where it was refused |
+        | `answer_reused` | bool | whether the answer is a former one |
 
         With `dry_run` a `TableEstimate`, which prints as a table.
 
@@ -108,10 +115,12 @@ def map_rows(
     sampling, engine = split_options(options)
     call = check_call(frame, prompt, system, output, output_column, sampling)
     if dry_run:
+        if reuse is not None:
+            raise InvalidCall("reuse: an estimate is of all rows; leave out reuse or dry_run")
         from tokenmill.frames.job import TableJob, engine_of
 
         return TableJob(call.requests, model, call.body, engine=engine_of(engine)).estimate()
-    return frame.with_columns(_answer(call, frame, model, output_dir, engine))
+    return frame.with_columns(_answer(call, frame, model, output_dir, engine, reuse))
 
 
 def preview(
@@ -183,8 +192,9 @@ def _free(frame: Frame) -> str:
 
 
 def _answer(
-    call: TableCall, frame: Frame, model: str, output_dir: str | os.PathLike[str] | None, engine: Mapping[str, Any]
-) -> pa.Table:
+    call: TableCall, frame: Frame, model: str, output_dir: str | os.PathLike[str] | None, engine: Mapping[str, Any],
+    reuse: str | os.PathLike[str] | None = None,
+) -> pa.Table:  # fmt: skip
     """The new columns. A table without rows loads nothing."""
     from tokenmill.frames.job import COLUMNS, TableJob, engine_of, job_folder
 
@@ -192,7 +202,7 @@ def _answer(
     if not len(frame):
         return answer_columns(call, dict.fromkeys(COLUMNS, ()))
     with job_folder(None if output_dir is None else Path(output_dir)) as folder:
-        results = job.run(folder)
+        results = job.run(folder, None if reuse is None else Path(reuse))
     if results.num_rows != len(frame):
         raise InvalidCall(f"the job has {results.num_rows} results for {len(frame)} rows; give another output_dir")
     return answer_columns(call, results.to_pydict())
@@ -218,4 +228,6 @@ def answer_columns(call: TableCall, results: Mapping[str, Sequence[Any]]) -> pa.
     columns = [call.form.column(values), pa.array(errors, pa.string())]
     columns.append(pa.array(results["finish_reason"], pa.string()))
     columns += [pa.array(results[name], pa.int32()) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")]
+    columns.append(pa.array(results["request_key"], pa.string()))
+    columns.append(pa.array([origin is not None for origin in results["reused_from"]], pa.bool_()))
     return pa.table(columns, names=list(call.names))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,12 +22,14 @@ from pipeline.jobs.planning import plan_job
 from pipeline.jobs.submit import JobOrder, submit
 from pipeline.jobs.summaries import summarize_job
 from pipeline.planner import open_source
+from pipeline.results.former_answers import StoredFormerAnswers
 from pipeline.results.verification import check_files
 from schemas.jobs.outcome import Counts, Manifest
 from schemas.jobs.plan import PlanSegment, ShardRef
 from schemas.jobs.progress import Progress
 from schemas.models import ModelPin
 from tokenmill.config.engine_options import EngineOptions
+from tokenmill.config.former import FormerUnusable, open_former
 from tokenmill.config.inputs import open_input
 from tokenmill.config.job_options import ChosenModel, token_counter
 from tokenmill.errors import ModelError
@@ -77,7 +79,10 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
         input=plan.inputs, models=pins, settings=plan.settings, tier=plan.tier, deadline=plan.deadline,
         max_cost=plan.max_cost, retry_of=plan.retry_of,
     )  # fmt: skip
-    with open_output(plan.output) as output:
+    with open_output(plan.output) as output, ExitStack() as formers:
+        former = None
+        if plan.reuse is not None and (plan.fresh or output.ledger.segment(0) is None):
+            former = formers.enter_context(_open_former(plan.reuse, plan, output.world.scratch, tracker))
         submitted = submit(order, output.ledger, output.world, fresh=plan.fresh)
         manifest = output.ledger.manifest()
         if manifest is not None:
@@ -86,7 +91,11 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
         if output.ledger.segment(0) is None:
             tracker.phase("planning")
             counter = token_counter(Path(pins[0].source), plan.chat)
-            plan_job(output.ledger, submitted.job, output.world, counter, max_segments=1, open_input=open_input)
+            plan_job(
+                output.ledger, submitted.job, output.world, counter, max_segments=1, open_input=open_input,
+                former=former,
+            )  # fmt: skip
+        formers.close()
         segments = list(output.ledger.segments())
         before, planner = 0, None
 
@@ -96,7 +105,9 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
             tracker.set_plan(progress.counts, expected_tokens(output, segments), whole=segments[-1].last)
             if not segments[-1].last:
                 planner = stack.enter_context(
-                    PlannerProcess(plan.output, output.lock, output.ledger, plan.inputs, tracker.add_segment, stop.set)
+                    PlannerProcess(
+                        plan.output, output.lock, output.ledger, plan.inputs, tracker.add_segment, stop.set, plan.reuse
+                    )
                 )
 
         def work(given: EmbeddedWork) -> None:
@@ -164,6 +175,16 @@ def _checked_pin(plan: RunPlan, model: ChosenModel) -> ModelPin:
             "give the same --chat-template, or choose a model with --model"
         )
     return pin
+
+
+def _open_former(
+    former: Path, plan: RunPlan, scratch: Path, tracker: RunTracker
+) -> AbstractContextManager[StoredFormerAnswers]:
+    """The former results of `reuse`. Raises `FormerUnusable` if they are the run's own."""
+    if former.resolve() == plan.output.resolve():
+        raise FormerUnusable(f"{former}: is the output itself; give another output, or leave reuse out")
+    tracker.phase("reading the former answers")
+    return open_former(former, scratch, plan.settings.limits.max_rows)
 
 
 def open_shards(output: Output, segments: list[PlanSegment]) -> list[ShardRef]:

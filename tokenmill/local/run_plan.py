@@ -42,6 +42,7 @@ class RunPlan:
         worker: the worker's settings.
         deadline: from the job's acceptance; rows that have no answer by then expire.
         retry_of: the id of the job whose rows are retried.
+        reuse: former results, whose answers rows with equal keys take when they are planned; see `open_former`.
     """
 
     inputs: InputRef
@@ -57,6 +58,7 @@ class RunPlan:
     deadline: timedelta | None = None
     max_cost: float | None = None
     retry_of: str | None = None
+    reuse: Path | None = None
 
     @property
     def price_of_worker(self) -> float | None:
@@ -78,6 +80,7 @@ def make_plan(
     deadline: timedelta | None = None,
     max_cost: float | None = None,
     content_policy: Sequence[str] | None = None,
+    reuse: Path | None = None,
 ) -> RunPlan:
     """The plan of a new job, with the settings of the environment. Cheap checks come before a model is pulled.
 
@@ -109,6 +112,7 @@ def make_plan(
         ),
         deadline=deadline,
         max_cost=max_cost,
+        reuse=None if reuse is None else reuse.expanduser(),
     )
 
 

@@ -21,6 +21,7 @@ def summary_table(manifest: Manifest, max_cost: float | None = None) -> Table:
     by_status = (("failed", counts.failed), ("expired", counts.expired), ("cancelled", counts.cancelled))
     rows.append(("  succeeded", count(counts.succeeded)))
     rows += [(f"  {name}", count(number)) for name, number in by_status if number]
+    rows += [("  reused", count(manifest.reused))] if manifest.reused else []
     share = f" ({100 * usage.cached / usage.prompt:.0f} %)" if usage.prompt and usage.cached else ""
     rows += [
         ("input tokens", count(usage.prompt)),

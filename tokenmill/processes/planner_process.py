@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from pipeline.routing.loads import ModelLoad
 from pipeline.routing.rules import RuleRouter
 from schemas.jobs.inputs import InputRef
 from schemas.jobs.plan import PlanSegment
+from tokenmill.config.former import open_former
 from tokenmill.config.inputs import open_input
 from tokenmill.processes.logging import log_to_stderr
 from tokenmill.processes.tracing import traces_of
@@ -62,7 +64,7 @@ EXIT_STOPPED: Final = 128 + signal.SIGTERM
 def start_planner(
     task: Mapping[str, Any], *, pass_fds: Sequence[int] = (), variables: Mapping[str, str] = MappingProxyType({})
 ) -> subprocess.Popen[str]:
-    """Start a planner process and send its task: `{"folder", "inputs"}` for one job in an output folder, or
+    """Start a planner process and send its task: `{"folder", "inputs", "reuse"}` for one job in an output folder, or
     `{"root", "command", "log_format", "memory_bytes"}` for jobs of a root, which are then requested line by line."""
     process = subprocess.Popen(
         [sys.executable, "-m", __spec__.name],
@@ -97,6 +99,7 @@ class PlannerProcess:
         lock: the run's, on this folder. The process holds it too, because it may still write after its parent's end.
         on_segment: called with each new segment; on a thread of its own.
         on_failure: called once when planning fails; `check` then raises.
+        reuse: former results, see `open_former`; None: all rows are computed.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class PlannerProcess:
         inputs: InputRef,
         on_segment: Callable[[PlanSegment], None],
         on_failure: Callable[[], None],
+        reuse: Path | None = None,
     ) -> None:
         self._lock = lock
         self._ledger = ledger
@@ -115,7 +119,11 @@ class PlannerProcess:
         self._known = sum(1 for _ in ledger.segments())
         self._stopping = threading.Event()
         self._failure: str | None = None
-        self._task = {"folder": str(folder.absolute()), "inputs": inputs.model_dump(mode="json")}
+        self._task = {
+            "folder": str(folder.absolute()),
+            "inputs": inputs.model_dump(mode="json"),
+            "reuse": None if reuse is None else str(reuse.absolute()),
+        }
         self._thread = threading.Thread(target=self._watch, name="planner", daemon=True)
 
     def __enter__(self) -> PlannerProcess:
@@ -176,20 +184,24 @@ def main() -> None:
     threading.Thread(target=_listen, args=(lines,), daemon=True).start()
     task = json.loads(lines.get())
     if "folder" in task:
-        _plan_folder(Path(task["folder"]), InputRef.model_validate(task["inputs"]))
+        reuse = None if task["reuse"] is None else Path(task["reuse"])
+        _plan_folder(Path(task["folder"]), InputRef.model_validate(task["inputs"]), reuse)
     else:
         _plan_jobs(task, lines)
 
 
-def _plan_folder(folder: Path, inputs: InputRef) -> None:
+def _plan_folder(folder: Path, inputs: InputRef, reuse: Path | None) -> None:
     """Plan the rest of an output folder's job."""
     os.nice(NICENESS)
     try:
-        with FolderStore(folder) as store:
+        with FolderStore(folder) as store, ExitStack() as stack:
             ledger = JobLedger(store)
             job = ledger.job().model_copy(update={"input": inputs})
             world = World(store, SystemClock(), SystemRandomness(), store.scratch)
-            plan_job(ledger, job, world, open_input=open_input)
+            former = None
+            if reuse is not None:
+                former = stack.enter_context(open_former(reuse, store.scratch, job.settings.limits.max_rows))
+            plan_job(ledger, job, world, open_input=open_input, former=former)
     except PipelineError as error:
         print(error)
         sys.exit(_FAILED)

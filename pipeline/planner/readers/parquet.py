@@ -27,13 +27,17 @@ from pipeline.planner.readers.plain_types import plain_schema
 class ParquetColumns:
     """A Parquet file as `ColumnFile`. If its footer contradicts itself, the largest number of rows counts.
 
+    Args:
+        advice: what to do with rows that decode to too much.
+
     Raises:
         InputError: the file can't be read.  BrokenInput: it is not Parquet.
     """
 
-    def __init__(self, file: SourceFile) -> None:
+    def __init__(self, file: SourceFile, advice: str = "submit such rows as JSONL") -> None:
         self.name = file.name
         self._file = file
+        self._advice = advice
         with decoding(f"{file.name} is not a Parquet file"), file.open() as stream:
             parquet = pq.ParquetFile(stream)
             found = parquet.metadata
@@ -45,7 +49,7 @@ class ParquetColumns:
         """See `ColumnFile`."""
         with self._file.open() as stream:
             with decoding(self.name):
-                limit = ExpansionLimit(stream.seek(0, os.SEEK_END), "Parquet", "submit such rows as JSONL")
+                limit = ExpansionLimit(stream.seek(0, os.SEEK_END), "Parquet", self._advice)
                 parquet = pq.ParquetFile(stream, buffer_size=READ_BYTES)
                 groups = parquet.num_row_groups
             for group in range(groups):  # Arrow can't read nested dictionaries across groups

@@ -53,12 +53,15 @@ class MemorySink:
         data = repr(table.to_pydict()).encode()
         return StoredShard(f"shards/{number}", hashlib.sha256(data).hexdigest(), len(data))
 
-    def write_rejected(self, table: pa.Table) -> None:
+    def reused_keys(self, segment: PlanSegment) -> list[bytes]:
+        return []
+
+    def write_results(self, table: pa.Table) -> None:
         assert table.schema.equals(result_schema(self._carried))
         table.validate(full=True)
         self.rejected.append(table)
 
-    def store_rejects(self, number: int) -> StoredShard:
+    def store_results(self, number: int) -> StoredShard:
         self.rejects[number] = self.rejected[self._stored :]
         self._stored = len(self.rejected)
         return StoredShard(f"rejects/{number}", "0" * 64, 0)

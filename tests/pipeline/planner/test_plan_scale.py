@@ -61,10 +61,13 @@ class DiscardingSink:
         self.largest = max(self.largest, table.nbytes)
         return StoredShard(str(number), "0" * 64, table.nbytes)
 
-    def write_rejected(self, table: pa.Table) -> None:
+    def reused_keys(self, segment: PlanSegment) -> list[bytes]:
+        return []
+
+    def write_results(self, table: pa.Table) -> None:
         self.rows += table.num_rows
 
-    def store_rejects(self, number: int) -> StoredShard:
+    def store_results(self, number: int) -> StoredShard:
         return StoredShard(str(number), "0" * 64, 0)
 
     def commit_segment(self, segment: PlanSegment) -> PlanSegment:

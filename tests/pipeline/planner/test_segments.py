@@ -176,3 +176,13 @@ def test_given_a_disk_that_is_nearly_full_when_a_segment_is_planned_then_it_stop
         tools.plan(tools.line())
     left.free += 1 << 20
     assert tools.plan(tools.line()).summary.total == 1
+
+
+def test_given_two_names_of_the_same_weights_when_planned_then_equal_requests_to_both_are_no_copies(tools: Any) -> None:
+    """A response has the requested name."""
+    job = tools.job(models=("a", "b"))
+    pins = tuple(pin.model_copy(update={"digest": "sha256:1"}) for pin in job.models)
+    lines = [tools.line(str(n), model=name) for n, name in enumerate("aabb")]
+    planned = tools.plan(b"\n".join(lines), job.model_copy(update={"models": pins}))
+    assert {row["row"]: row["compute_row"] for row in planned.rows} == {0: 0, 1: 0, 2: 2, 3: 2}
+    assert len({row["request_hash"] for row in planned.rows}) == 1

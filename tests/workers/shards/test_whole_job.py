@@ -75,10 +75,13 @@ class MemoryPlanSink:
         self.tables[number] = table
         return StoredShard(f"shards/{number}", "0" * 64, 1)
 
-    def write_rejected(self, table: pa.Table) -> None:
+    def reused_keys(self, segment: PlanSegment) -> list[bytes]:
+        return []
+
+    def write_results(self, table: pa.Table) -> None:
         raise AssertionError(table.to_pylist())
 
-    def store_rejects(self, number: int) -> StoredShard:
+    def store_results(self, number: int) -> StoredShard:
         return StoredShard(f"rejects/{number}", "0" * 64, 0)
 
     def commit_segment(self, segment: PlanSegment) -> PlanSegment:

@@ -1,0 +1,143 @@
+"""`tokenmill.map` with former answers: rows are found by key, and only the others are computed."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow.parquet as pq
+import pytest
+import structlog
+
+import tokenmill as tm
+from tests.tokenmill.chaos.watching import digests, parts
+from tests.tokenmill.command_processes import ROOT
+from tests.waiting import wait_for
+from tokenmill.errors import InvalidCall
+
+PROGRAM = Path(__file__).with_name("table_program.py")
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+
+@pytest.fixture
+def model(folder: Path, model_folder: Path) -> Iterator[str]:
+    """The name of the model, in a working folder of its own."""
+    yield f"tiny={model_folder}"
+    structlog.reset_defaults()  # as the fixture `tokenmill` does
+
+
+def computed(job: Path) -> list[int]:
+    """The rows that a worker has computed, or is to compute: those of planned shards."""
+    shards = job.glob("plans/*/shards/*.parquet")
+    return sorted(row for shard in shards for row in pq.read_table(shard, columns=["row"])["row"].to_pylist())
+
+
+def manifest(job: Path) -> Any:
+    return json.loads((job / "manifest.json").read_text())
+
+
+@pytest.mark.slow
+def test_given_a_former_table_when_rows_are_appended_moved_and_edited_then_only_new_prompts_are_computed(
+    model: str, folder: Path
+) -> None:
+    frame = pl.DataFrame({"id": range(20), "item": [f"number {n}" for n in range(20)]})
+    arguments: Any = {"prompt": "{{ item }}?", "model": model, "output": SCHEMA, "max_tokens": 12, "temperature": 0}
+    first = tm.map(frame, **arguments, output_dir=folder / "first")
+    assert first["answer_key"].n_unique() == 20
+    assert not first["answer_reused"].any()
+    assert first["answer_error"].null_count() < 20, "some forms are cut off"
+
+    more = pl.DataFrame({"id": [20, 21], "item": ["another", "one more"]})
+    edited = pl.concat([frame, more]).with_columns(
+        item=pl.when(pl.col("id") == 3).then(pl.lit("number three")).otherwise(pl.col("item"))
+    )
+    found = tm.map(edited.reverse(), **arguments, output_dir=folder / "second", reuse=folder / "first").reverse()
+
+    new = [3, 20, 21]
+    assert computed(folder / "second") == sorted(21 - row for row in new)
+    assert found.filter(~pl.col("answer_reused"))["id"].to_list() == new
+    assert manifest(folder / "second")["reused"] == 19
+    assert manifest(folder / "second")["usage"]["completion"] == found["answer_completion_tokens"].sum() > 0
+    same = ["answer", "answer_error", "answer_finish_reason", "answer_key"]
+    old = found.filter(pl.col("answer_reused"))
+    assert old.select(same).equals(first.filter(pl.col("id") != 3).select(same))
+    assert old["answer_prompt_tokens"].sum() == old["answer_completion_tokens"].sum() == 0
+    assert found.schema == first.schema
+
+    for change in ({"prompt": "{{ item }}!"}, {"max_tokens": 11}, {"system": "Be brief."}, {"output": str}):
+        name = next(iter(change))
+        tm.map(frame.head(2), **arguments | change, output_dir=folder / name, reuse=folder / "first")
+        assert (computed(folder / name), manifest(folder / name)["reused"]) == ([0, 1], 0)
+
+
+def test_given_former_results_that_can_not_be_used_when_mapped_then_the_message_has_the_fix(
+    model: str, folder: Path
+) -> None:
+    arguments: Any = {"data": [{"item": "a"}], "prompt": "{{ item }}", "model": model, "max_tokens": 1}
+    with pytest.raises(InvalidCall, match=r"reuse: .*no: no such folder; give the folder that a former run wrote"):
+        tm.map(**arguments, output_dir=folder / "job", reuse=folder / "no")
+    assert not (folder / "job/job.json").exists()
+    with pytest.raises(InvalidCall, match="reuse: an estimate is of all rows"):
+        tm.map(**arguments, dry_run=True, reuse=folder / "no")
+    tm.map(**arguments, output_dir=folder / "job")
+    with pytest.raises(InvalidCall, match=r"reuse: .* is the output itself"):
+        tm.map(**arguments | {"max_tokens": 2}, output_dir=folder / "other", reuse=folder / "other")
+
+
+@pytest.mark.exhaustive
+def test_given_a_script_that_reuses_answers_when_killed_and_started_again_then_no_row_is_computed_twice(
+    folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The former run is killed in its middle, too. Plans have many segments, of which a process of its own plans all
+    but the first."""
+    variables = {
+        "TOKENMILL_PLAN__MAX_SHARD_ROWS": "4", "TOKENMILL_PLAN__SEGMENT_ROWS": "64",
+        "TOKENMILL_PLAN__FIRST_SEGMENT_ROWS": "64",
+    }  # fmt: skip
+
+    def arguments(job: str, rows: int, *former: str) -> list[str]:
+        return [str(PROGRAM), str(model_folder), str(folder / job), str(rows), str(folder / f"{job}.parquet"), *former]
+
+    def kill(count: int, job: str, rows: int, *former: str) -> dict[str, str]:
+        process = subprocess.Popen(
+            [sys.executable, *arguments(job, rows, *former)], cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        wait_for(lambda: len(parts(folder / job)) > count or process.poll() is not None)
+        assert process.poll() is None, process.communicate()
+        process.kill()
+        process.wait()
+        return digests(folder / job)
+
+    kill(25, "first", 320)
+    answered = set(pq.read_table(folder / "first/results", columns=["request_key"])["request_key"].to_pylist())
+    assert 0 < len(answered) < 320
+    committed = kill(8, "second", 352, str(folder / "first"))
+
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", arguments("second", 352, str(folder / "first")))
+    runpy.run_path(str(PROGRAM))  # the last start is in this process
+
+    job = folder / "second"
+    assert committed.items() <= digests(job).items()
+    results = pq.read_table(job / "results", columns=["row", "request_key", "reused_from", "status"]).to_pylist()
+    assert sorted(row["row"] for row in results) == list(range(352))
+    assert Counter(row["status"] for row in results) == {"succeeded": 352}
+    reused = {row["row"] for row in results if row["reused_from"] is not None}
+    assert reused == {row["row"] for row in results if row["request_key"] in answered}
+    assert manifest(job)["reused"] == len(reused) == len(answered)
+    assert set(computed(job)) == set(range(352)) - reused
+    assert manifest(job)["usage"]["repeated"] == 0, "no token that was logged is sampled again"
+    found = pl.read_parquet(folder / "second.parquet")
+    assert found["answer_reused"].sum() == len(answered)
+    assert found["item"].to_list() == [f"number {n}" for n in range(352)]
+    assert found["answer_completion_tokens"].sum() == manifest(job)["usage"]["completion"]
