@@ -109,7 +109,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Promises:
-    """Promised times to the first token of each tier, in seconds."""
+    """Promised times to the first token, in seconds, of interactive requests and of other tiers that have one."""
 
     ttft_seconds: Mapping[Tier, float]
 
@@ -154,6 +154,7 @@ def excess_seconds(one: Forecast, load: PoolLoad, promises: Promises, tier: Tier
         timeout_seconds: after which the request's caller gives up.
     """
     late = one.wait_seconds - INTERACTIVE_SHARES[tier] * promises.allowed_wait(load)
-    if tier is not Tier.INTERACTIVE:
-        late = max(late, one.ttft_seconds - PROMISE_SHARE * promises.ttft_seconds[tier])
+    promise = promises.ttft_seconds.get(tier)
+    if tier is not Tier.INTERACTIVE and promise is not None:
+        late = max(late, one.ttft_seconds - PROMISE_SHARE * promise)
     return max(0.0, min(max(late, one.end_seconds - timeout_seconds), one.wait_seconds))

@@ -38,8 +38,8 @@ class SloOptions(BaseModel):
         weight_utilisation: weight of throttled batch work. With a larger one more tokens may be late.
         min_batch_tokens: tokens of an engine's step that are always reserved for batch work.
         tiers: promises to callers of the tiers standard and bulk, such as `{"standard": {"ttft_seconds": 5,
-            "itl_seconds": 0.5}}`: gateways count whether answers keep them, and engines don't control them. A tier
-            without one is not counted.
+            "itl_seconds": 0.5}}`: gateways count whether answers keep them, and `overload.shed` refuses what would not;
+            engines don't control them. A tier without one is not counted.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -67,9 +67,8 @@ class OverloadOptions(BaseModel):
     """Settings of overload.
 
     Attributes:
-        shed: refuse requests whose forecast time to first token, or end, passes its promise. The promise of interactive
-            requests is the target of `lane.slo`.
-        standard_ttft_seconds, bulk_ttft_seconds: promised time to first token of requests of these tiers over HTTP.
+        shed: refuse requests whose forecast time to first token, or end, passes its promise (`lane.slo`, and its
+            `tiers`).
         steps: in this order, such as ["pause_bulk", {"name": "cap_max_tokens", "max_tokens": 256}, "drafts_off",
             {"name": "route_small", "models": {"large": "small"}}].
         enter_load: the next step begins when the forecast wait takes this share of what a promise allows.
@@ -81,8 +80,6 @@ class OverloadOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     shed: bool = False
-    standard_ttft_seconds: Seconds = 10.0
-    bulk_ttft_seconds: Seconds = 60.0
     steps: tuple[DegradationStep, ...] = ()
     enter_load: Load = 0.8
     leave_load: Load = 0.4

@@ -276,13 +276,7 @@ def _overload(root: Root, settings: Settings, backends: Backends) -> OverloadCon
     options, lane = settings.overload, settings.lane
     if not options.is_used:
         return None
-    promises = Promises(
-        {
-            Tier.INTERACTIVE: lane.slo.ttft_seconds,
-            Tier.STANDARD: options.standard_ttft_seconds,
-            Tier.BULK: options.bulk_ttft_seconds,
-        }
-    )
+    promises = Promises({tier: promise.ttft_seconds for tier, promise in lane.slo.promises.items()})
     return OverloadController(
         root.world.clock, backends.heartbeats, backends.lane, backends.degradation, options, promises, lane.max_requests
     )

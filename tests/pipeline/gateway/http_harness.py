@@ -73,7 +73,7 @@ from tests.pipeline.made_jobs import MODELS, PIN, computed, report
 from tests.waiting import HANG_SECONDS
 
 SCHEMAS = cache(build_schemas)
-PROMISES = Promises({Tier.INTERACTIVE: 1.0, Tier.STANDARD: 10.0, Tier.BULK: 60.0})
+PROMISES = Promises({Tier.INTERACTIVE: 1.0})
 DOCUMENTS: dict[tuple[str, str | None], dict[str, Any]] = {}
 """OpenAPI documents by a gateway's options and default model. Most of the processor time of a short test would be
 spent on making one."""

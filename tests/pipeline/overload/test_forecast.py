@@ -18,7 +18,7 @@ from schemas.jobs.job import Tier
 
 LOAD = PoolLoad(slots=10, running=10, answer_tokens=21, token_seconds=0.05, first_token_seconds=0.2)
 """Ten rows, each held for 1.2 s."""
-PROMISES = Promises({Tier.INTERACTIVE: 1.0, Tier.STANDARD: 10.0, Tier.BULK: 60.0})
+PROMISES = Promises({Tier.INTERACTIVE: 1.0, Tier.STANDARD: 10.0})
 
 
 def test_a_free_row_is_no_wait() -> None:
