@@ -21,7 +21,7 @@ SAMPLES: dict[str, StoredModel] = RECORDS | {"part-summary": SUMMARY}
 REPORTS = {
     "manifest", "progress", "attempt", "end", "run", "heartbeat", "canary-failure", "release-drift", "shadow-head",
     "part-summary", "figures", "scaling", "unreadable", "planning-failure", "cascade",
-    "experiment-slice", "release-requests",
+    "experiment-slice", "experiment-block", "release-requests",
 }  # fmt: skip
 ORDERS_WITHIN = {
     "manifest": {"counts", "models"},
