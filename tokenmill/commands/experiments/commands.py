@@ -124,7 +124,7 @@ def status(root_url: RootUrl = None, as_json: Json = False, _debug: Debug = Fals
     if as_json:
         output.print_json(document(state) | {"arm": present_arm(state, now)})
         return
-    for line in lines(state, now):
+    for line in (*lines(state, now), *(() if state.outcome is None else state.outcome.reasons)):
         print(line)
 
 

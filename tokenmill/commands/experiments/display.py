@@ -47,11 +47,11 @@ def present_arm(state: ExperimentState, now: datetime) -> str | None:
 
 
 def lines(state: ExperimentState, now: datetime) -> list[str]:
-    """An experiment, its arms and its end."""
+    """An experiment, its end, and its arms."""
     experiment, outcome = state.experiment, state.outcome
     length = f"slices of {output.duration(experiment.slice_seconds)} from {experiment.started_at:%Y-%m-%d %H:%M:%S} UTC"
     ended = (
-        f"open until {experiment.ends_at:%Y-%m-%d %H:%M:%S} UTC at most"
+        f"open until {experiment.ends_at:%Y-%m-%d %H:%M:%S} UTC at the latest"
         if outcome is None
         else f"ended by {outcome.by} at {outcome.at:%Y-%m-%d %H:%M:%S} UTC"
     )
@@ -60,7 +60,7 @@ def lines(state: ExperimentState, now: datetime) -> list[str]:
     for one in experiment.arms:
         weights = ", ".join(f"{term} {weight:g}" for term, weight in one.weights)
         lines.append(f"  {one.name}: {weights}{'  <- now' if one.name == arm else ''}")
-    return lines + [f"  {reason}" for reason in (() if outcome is None else outcome.reasons)]
+    return lines
 
 
 def show(experiment: Experiment, compared: ExperimentComparison, notes: Sequence[str] = ()) -> None:
