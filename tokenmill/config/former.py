@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.ledger.ledger import JOB, MANIFEST, RESULTS, JobLedger, JobNotFound, LedgerError, ResultsRemoved, part_key
+from pipeline.inputs.regular_files import IrregularFile, open_regular, open_regular_below
+from pipeline.ledger.ledger import JOB, MANIFEST, JobLedger, JobNotFound, LedgerError, ResultsRemoved, part_key
 from pipeline.planner import InputError, SourceFile
 from pipeline.ports import PipelineError
 from pipeline.results.former_answers import ADVICE, StoredFormerAnswers
@@ -42,11 +42,12 @@ def open_former(path: Path, scratch: Path, max_rows: int) -> Iterator[StoredForm
     with tempfile.TemporaryDirectory(prefix="former-", dir=scratch) as folder:
         try:
             if path.suffix == SUFFIX and not path.is_dir():
-                answers = StoredFormerAnswers([_source(path)], Path(folder), max_rows)
+                source = SourceFile(str(path), partial(open_regular, path))
+                answers = StoredFormerAnswers([source], Path(folder), max_rows)
             else:
                 files, job = _of_run(path)
                 answers = StoredFormerAnswers(files, Path(folder), max_rows, job)
-        except (InputError, LedgerError, JobNotFound, ResultsRemoved, ResultsDamaged) as error:
+        except (InputError, IrregularFile, LedgerError, JobNotFound, ResultsRemoved, ResultsDamaged) as error:
             raise FormerUnusable(f"{error}; {ADVICE}") from error
         yield answers
 
@@ -55,39 +56,27 @@ def _of_run(folder: Path) -> tuple[list[SourceFile], str]:
     """The result files of a run, whole and its own, and the job's id."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
-    for name in (JOB, MANIFEST, RESULTS.rstrip("/")):
-        path = folder / name
-        if path.is_symlink():
-            raise InputError(f"{path}: is a symbolic link")
-        if path.is_file() and path.stat().st_size > MAX_RECORD_BYTES:
-            raise InputError(f"{path}: is larger than {MAX_RECORD_BYTES} bytes")
+    for path in filter(Path.exists, (folder / JOB, folder / MANIFEST)):
+        with _open(folder, path) as stream:
+            if os.fstat(stream.fileno()).st_size > MAX_RECORD_BYTES:
+                raise InputError(f"{path}: is larger than {MAX_RECORD_BYTES} bytes")
     with FolderStore(folder, read_only=True) as store:
         ledger = JobLedger(store)
         job, manifest = ledger.job(), ledger.manifest()
         ledger.check_results()
         numbers = ledger.result_parts(manifest)
-        files = [_source(folder / part_key(number)) for number in numbers]
+        paths = [folder / part_key(number) for number in numbers]
+        for path in paths:
+            _open(folder, path).close()
         if manifest is not None:
             check_files(ledger, manifest, hashes=True)
         for number in numbers:
             read_part(ledger, number)
-    return files, job.id
+    return [SourceFile(str(path), partial(_open, folder, path)) for path in paths], job.id
 
 
-def _source(path: Path) -> SourceFile:
-    """A regular file. Raises `InputError` for anything else."""
-    with _open(path):
-        return SourceFile(str(path), partial(_open, path))
-
-
-def _open(path: Path) -> BinaryIO:
+def _open(folder: Path, path: Path) -> BinaryIO:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_regular_below(folder, path)
     except OSError as error:
-        reason = "is a symbolic link" if path.is_symlink() else f"can't be read: {error.strerror or error}"
-        raise InputError(f"{path}: {reason}") from error
-    stream = os.fdopen(descriptor, "rb")
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        stream.close()
-        raise InputError(f"{path}: is no regular file")
-    return stream
+        raise InputError(f"{path}: can't be read: {error.strerror or error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Unpack, overload
@@ -29,25 +30,25 @@ SUFFIXES = ("", "_error", "_finish_reason", "_prompt_tokens", "_cached_tokens", 
 @overload
 def map_rows(
     data: Any, *, prompt: str, model: str, output: Any = ..., system: str | None = ..., output_column: str = ...,
-    output_dir: str | os.PathLike[str] | None = ..., reuse: str | os.PathLike[str] | None = ...,
+    output_dir: str | os.PathLike[str] | None = ..., reuse: Any = ...,
     dry_run: Literal[True], **options: Unpack[Options],
 ) -> TableEstimate: ...  # fmt: skip
 @overload
 def map_rows(
     data: str | os.PathLike[str], *, prompt: str, model: str, output: Any = ..., system: str | None = ...,
     output_column: str = ..., output_dir: str | os.PathLike[str] | None = ...,
-    reuse: str | os.PathLike[str] | None = ..., dry_run: Literal[False] = ..., **options: Unpack[Options],
+    reuse: Any = ..., dry_run: Literal[False] = ..., **options: Unpack[Options],
 ) -> pa.Table: ...  # fmt: skip
 @overload
 def map_rows(
     data: list[dict[str, DataT]], *, prompt: str, model: str, output: Any = ..., system: str | None = ...,
     output_column: str = ..., output_dir: str | os.PathLike[str] | None = ...,
-    reuse: str | os.PathLike[str] | None = ..., dry_run: Literal[False] = ..., **options: Unpack[Options],
+    reuse: Any = ..., dry_run: Literal[False] = ..., **options: Unpack[Options],
 ) -> list[dict[str, Any]]: ...  # fmt: skip
 @overload
 def map_rows(
     data: DataT, *, prompt: str, model: str, output: Any = ..., system: str | None = ..., output_column: str = ...,
-    output_dir: str | os.PathLike[str] | None = ..., reuse: str | os.PathLike[str] | None = ...,
+    output_dir: str | os.PathLike[str] | None = ..., reuse: Any = ...,
     dry_run: Literal[False] = ..., **options: Unpack[Options],
 ) -> DataT: ...  # fmt: skip
 def map_rows(
@@ -59,7 +60,7 @@ def map_rows(
     system: str | None = None,
     output_column: str = "answer",
     output_dir: str | os.PathLike[str] | None = None,
-    reuse: str | os.PathLike[str] | None = None,
+    reuse: Any = None,
     dry_run: bool = False,
     **options: Unpack[Options],
 ) -> Any:
@@ -79,8 +80,9 @@ def map_rows(
         output_column: the answers' column, and the beginning of the other new columns' names.
         output_dir: the job's folder. The same call after a kill goes on there, and computes no committed row again.
             None: a temporary one.
-        reuse: the `output_dir` of a former call, or a Parquet file of its results. Rows of which it has an answer to an
-            equal request (the same key) take that, and are not computed.
+        reuse: the `output_dir` of a former call, a Parquet file of its results, or the table that it returned, of any
+            kind, with its `output_column`. Rows of which it has an answer to an equal request (the same key) take that,
+            and are not computed.
         dry_run: compute nothing; return an estimate of tokens, time and cost.
         **options: sampling parameters (`temperature`, `max_tokens`, `seed` and so on), as OpenAI and vLLM name them;
             and the engine's options (`quantize`, `kv_dtype`, `max_num_seqs` and so on), as `tokenmill run` has them.
@@ -193,16 +195,18 @@ def _free(frame: Frame) -> str:
 
 def _answer(
     call: TableCall, frame: Frame, model: str, output_dir: str | os.PathLike[str] | None, engine: Mapping[str, Any],
-    reuse: str | os.PathLike[str] | None = None,
+    reuse: Any = None,
 ) -> pa.Table:  # fmt: skip
     """The new columns. A table without rows loads nothing."""
+    from tokenmill.frames.former import former_results
     from tokenmill.frames.job import COLUMNS, TableJob, engine_of, job_folder
 
     job = TableJob(call.requests, model, call.body, engine=engine_of(engine))
     if not len(frame):
         return answer_columns(call, dict.fromkeys(COLUMNS, ()))
-    with job_folder(None if output_dir is None else Path(output_dir)) as folder:
-        results = job.run(folder, None if reuse is None else Path(reuse))
+    with job_folder(None if output_dir is None else Path(output_dir)) as folder, tempfile.TemporaryDirectory() as other:
+        former = None if reuse is None else former_results(reuse, call.form, call.names[0], Path(other))
+        results = job.run(folder, former)
     if results.num_rows != len(frame):
         raise InvalidCall(f"the job has {results.num_rows} results for {len(frame)} rows; give another output_dir")
     return answer_columns(call, results.to_pydict())

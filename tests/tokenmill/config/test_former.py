@@ -112,6 +112,11 @@ def other_record(former: Path) -> None:
     (former / "manifest.json").write_text("[]")
 
 
+def linked_record(former: Path) -> None:
+    (former / "job.json").rename(former / "moved")
+    (former / "job.json").symlink_to(former / "moved")
+
+
 def large_record(former: Path) -> None:
     os.truncate(former / "manifest.json", 1 << 30)
 
@@ -125,9 +130,10 @@ def large_record(former: Path) -> None:
         (cut_while_running, PART, "is not a whole Parquet file"),
         (flipped, "results/", "results/part-00001.parquet has other contents than were committed"),
         (linked, PART, "is a symbolic link"),
-        (linked_results, "results", "is a symbolic link"),
+        (linked_results, "results", "is a symbolic link, or lies below one"),
         (pipe, "results/", "results/part-00001.parquet is missing"),
         (other_record, "manifest.json", "it was damaged or written by another version"),
+        (linked_record, "job.json", "is a symbolic link"),
         (large_record, "manifest.json", "is larger than 67108864 bytes"),
     ],
 )
@@ -142,14 +148,9 @@ def test_given_a_damaged_former_run_when_opened_then_the_error_names_the_file_an
     assert str(raised.value).endswith(f"; {ADVICE}")
 
 
-def test_given_a_file_that_is_a_link_or_a_pipe_when_opened_then_it_is_refused(former: Path, tmp_path: Path) -> None:
-    link, fifo = tmp_path / "link.parquet", tmp_path / "pipe.parquet"
-    link.symlink_to(former / PART)
+def test_given_a_file_that_is_no_regular_one_when_opened_then_it_is_refused(tmp_path: Path) -> None:
+    fifo = tmp_path / "pipe.parquet"
     os.mkfifo(fifo)
-    for path, message in (
-        (link, "is a symbolic link"),
-        (fifo, "no regular file"),
-        (tmp_path / "no.parquet", "No such"),
-    ):
+    for path, message in ((fifo, "is no regular file"), (tmp_path / "no.parquet", "No such file")):
         with pytest.raises(FormerUnusable, match=message), open_former(path, tmp_path, 100):
             raise AssertionError("it was opened")

@@ -10,18 +10,21 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import polars as pl
 import pyarrow.parquet as pq
 import pytest
 import structlog
+from pydantic import BaseModel
 
 import tokenmill as tm
 from tests.tokenmill.chaos.watching import digests, parts
 from tests.tokenmill.command_processes import ROOT
 from tests.waiting import wait_for
 from tokenmill.errors import InvalidCall
+from tokenmill.frames.answers import answer_form
+from tokenmill.frames.former import former_results
 
 PROGRAM = Path(__file__).with_name("table_program.py")
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -141,3 +144,81 @@ def test_given_a_script_that_reuses_answers_when_killed_and_started_again_then_n
     assert found["answer_reused"].sum() == len(answered)
     assert found["item"].to_list() == [f"number {n}" for n in range(352)]
     assert found["answer_completion_tokens"].sum() == manifest(job)["usage"]["completion"]
+
+
+class Review(BaseModel):
+    score: int | None
+    words: list[Literal["good", "bad"]]
+
+
+@pytest.mark.slow
+def test_given_the_table_of_a_former_call_when_reused_then_answers_are_taken_with_their_types(
+    model: str, folder: Path
+) -> None:
+    frame = pl.DataFrame({"item": [f"number {n}" for n in range(4)]})
+    for number, output in enumerate((str, Literal["yes", "no"], Literal[1, 2], Literal[True, False], Review)):
+        arguments: Any = {"prompt": "{{ item }}?", "model": model, "output": output, "max_tokens": 40, "temperature": 0}
+        first = tm.map(frame, **arguments)
+        table: Any = first
+        if output is Review:
+            table = first.to_pandas()
+        elif output is str:
+            table = first.to_dicts()
+
+        job = folder / str(number)
+        found = tm.map(frame, **arguments, output_dir=job, reuse=table)
+
+        answered = first["answer_error"].is_null()
+        assert found["answer_reused"].to_list() == answered.to_list()
+        assert manifest(job)["reused"] == answered.sum()
+        same = ["answer", "answer_error", "answer_finish_reason", "answer_key"]
+        assert found.select(same).equals(first.select(same))
+
+
+def test_given_a_typed_answer_when_written_as_text_then_it_is_parsed_to_the_same_or_left_out(tmp_path: Path) -> None:
+    nested = {
+        "type": "object",
+        "properties": {
+            "n": {"type": "array", "items": {"type": "number"}}, "free": {"type": "object"}, "text": {"type": "string"},
+        },
+    }  # fmt: skip
+    key = "0" * 31
+
+    def texts(output: Any, *values: Any) -> list[str]:
+        rows = [
+            {"a": value, "a_error": None, "a_finish_reason": "stop", "a_key": f"{key}{n}"}
+            for n, value in enumerate(values)
+        ]
+        rows.append({"a": None, "a_error": None, "a_finish_reason": "stop", "a_key": None})
+        found = pq.read_table(former_results(rows, answer_form(output), "a", tmp_path))
+        assert [json.loads(one)["choices"][0]["message"]["content"] for one in found["response"].to_pylist()] == (
+            found["text"].to_pylist()
+        )
+        return found["text"].to_pylist()  # type: ignore[no-any-return]
+
+    assert texts(str, "true", "") == ["true", ""]
+    assert texts(Literal["a", "b"], "b", "c") == ["b"]
+    assert texts(Literal[True, False], True) == ["true"]
+    assert texts(Literal[1, 2], 2, 3) == ["2"]
+    whole = {"n": [1.5], "free": None, "text": "x"}
+    assert texts(nested, whole, whole | {"free": '{"a":1}'}) == ['{"n":[1.5],"free":null,"text":"x"}']
+    assert texts(Review, {"score": None, "words": ["bad"]}) == ['{"score":null,"words":["bad"]}']
+
+
+def test_given_a_table_that_is_no_former_one_when_reused_then_the_message_has_the_fix(tmp_path: Path) -> None:
+    row = {"a": "x", "a_error": None, "a_finish_reason": "stop", "a_key": "0" * 32}
+    cases: list[tuple[Any, str]] = [
+        ({"a_key": "0" * 31}, "reuse: row 0: 'a_key' is no key; give the column as map returned it"),
+        ({"a_key": 5}, "reuse: row 0: 'a_key' is no key"),
+        ({"a_finish_reason": 5}, "reuse: 'a_finish_reason' must be a text in each row"),
+    ]
+    for change, message in cases:
+        with pytest.raises(InvalidCall) as raised:
+            former_results([row | change], answer_form(str), "a", tmp_path)
+        assert str(raised.value).startswith(message)
+    with pytest.raises(
+        InvalidCall, match="reuse: the table has no column 'b'; give a table that map returned, with the"
+    ):
+        former_results([row], answer_form(str), "b", tmp_path)
+    with pytest.raises(InvalidCall, match=r"^reuse: is a int, but must be a pandas or polars DataFrame"):
+        former_results(5, answer_form(str), "b", tmp_path)
