@@ -27,6 +27,8 @@ from schemas.requests.policy_report import may_be_repeated
 from schemas.requests.request_key import KEY_BYTES
 
 ADVICE: Final = "give the folder that a former run wrote, as it wrote it, or leave it out to compute all rows"
+BATCH_ROWS: Final = 4_096
+BATCH_BYTES: Final = 16 << 20
 _SCHEMA: Final = pa.schema(RESULT_FIELDS)
 _KEY: Final = f"^[0-9a-f]{{{2 * KEY_BYTES}}}$"
 
@@ -48,7 +50,7 @@ class StoredFormerAnswers:
 
     def __init__(self, files: Iterable[SourceFile], scratch: Path, max_rows: int, job: str | None = None) -> None:
         spilled = SpilledRows(scratch / "answers.arrow", _SCHEMA)
-        keys = bytearray()
+        spill, keys = _Spill(spilled), bytearray()
         rows = 0
         for file in files:
             columns = ParquetColumns(file, ADVICE)
@@ -58,9 +60,9 @@ class StoredFormerAnswers:
                 if rows > max_rows:
                     raise BrokenInput(f"{file.name}: these are more than {max_rows:,} results (limits.max_rows)")
                 answers = _answers(file.name, piece.table, job)
-                if answers.num_rows:
-                    keys += bytes.fromhex("".join(answers["request_key"].to_pylist()))
-                    spilled.add(answers.combine_chunks().to_batches()[0])
+                keys += bytes.fromhex("".join(answers["request_key"].to_pylist()))
+                spill.add(answers)
+        spill.flush()
         self._reader = spilled.open()
         found = np.frombuffer(bytes(keys), dtype=f"S{KEY_BYTES}")
         self._order = np.argsort(found, kind="stable")
@@ -99,6 +101,27 @@ class StoredFormerAnswers:
         """The range of each key in the sorted ones."""
         wanted = np.frombuffer(b"".join(keys), dtype=f"S{KEY_BYTES}")
         return np.searchsorted(self._keys, wanted, "left"), np.searchsorted(self._keys, wanted, "right")
+
+
+class _Spill:
+    """Joins rows to larger batches: rows in another order than the file's are read from fewer of them."""
+
+    def __init__(self, to: SpilledRows) -> None:
+        self._to = to
+        self._tables: list[pa.Table] = []
+        self._rows = self._bytes = 0
+
+    def add(self, table: pa.Table) -> None:
+        self._tables.append(table)
+        self._rows += table.num_rows
+        self._bytes += table.nbytes
+        if self._rows >= BATCH_ROWS or self._bytes >= BATCH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        for batch in pa.concat_tables(self._tables).combine_chunks().to_batches() if self._tables else ():
+            self._to.add(batch)
+        self._tables, self._rows, self._bytes = [], 0, 0
 
 
 def _check_columns(file: ParquetColumns) -> None:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.planner import BrokenInput, SourceFile
-from pipeline.results.former_answers import StoredFormerAnswers
+from pipeline.results.former_answers import BATCH_ROWS, StoredFormerAnswers
 from schemas.jobs.results import ResultRow, RowStatus, results_table
 
 ROUTED = '{"tokenmill": {"content_policies": {"verdicts": [{"action": "route"}]}}}'
@@ -66,6 +66,13 @@ def test_given_sampled_answers_when_found_then_each_is_given_once_in_any_number_
     again = open_tables(rows_of([7, 5, 7, 7]))
     again.mark_given([key(7), key(9), key(7)])
     assert texts(again, [7, 7, 5], shareable=False) == ["3", None, "1"]
+
+
+def test_given_more_rows_than_a_batch_when_found_in_any_order_then_each_key_has_its_answer(open_tables: Any) -> None:
+    count = BATCH_ROWS + 900
+    former = open_tables(rows_of(range(3_000)), rows_of(range(3_000, count)))
+    wanted = [count - 1, 0, BATCH_ROWS, BATCH_ROWS - 1, 2_999, 3_000, count]
+    assert texts(former, wanted, shareable=True) == ["1995", "0", "1096", "1095", "2999", "0", None]
 
 
 def test_given_rows_without_a_reusable_answer_when_read_then_they_are_left_out(open_tables: Any) -> None:
