@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -23,6 +24,8 @@ class ActingPolicy:
         self.fingerprint = f"{action}\0{model}\0{policy.fingerprint}"
         self.window = 0 if action == "flag" else policy.window
         self.concurrency: int = getattr(policy, "concurrency", 1)
+        self.retry_seconds: float = getattr(policy, "retry_seconds", 0.0)
+        self.is_available: Callable[[], bool] = getattr(policy, "is_available", lambda: True)
 
     def before(self, prompt: Prompt) -> PolicyVerdict:
         """See `ContentPolicy`."""

@@ -68,6 +68,11 @@ class TenantBreakers:
                 self._breakers.popitem(last=False)
             return found
 
+    def clear(self) -> None:
+        """Forget all failures, also those of requests that are open now."""
+        with self._lock:
+            self._breakers.clear()
+
 
 class TenantSlots:
     """Limits the requests at a time. Once two tenants have asked, one tenant holds at most seven eighths of the slots,

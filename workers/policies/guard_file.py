@@ -17,7 +17,8 @@ from schemas.requests.policy_report import PolicyAction
 from workers.errors import WorkerError
 
 _MAX_FILE_BYTES: Final = 1 << 20
-_PROBE: Final = "a text that only stands in for one"
+PROBE: Final = "a text that only stands in for one"
+"""The template must show it, so the guard can be asked about it."""
 
 Side = Literal["prompt", "answer", "both"]
 Label = Annotated[str, Field(min_length=1, max_length=100)]
@@ -67,6 +68,8 @@ class GuardFile(BaseModel):
         timeout_seconds: after that a text counts as not judged.
         concurrency: texts that one process asks about at a time.
         on_failure: what happens to a text that could not be judged: `open` lets it pass, flagged; `closed` fails it.
+        retry_seconds: how long rows of jobs wait for a guard that answers nothing, before they fail; 0: not at all.
+            Where `on_failure` is `closed`.
         api_key_env: the environment variable with the server's key.
         cached_texts: how many of the last texts' verdicts are remembered.
     """
@@ -83,6 +86,7 @@ class GuardFile(BaseModel):
     timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 5.0
     concurrency: Annotated[int, Field(ge=1, le=256)] = 8
     on_failure: Literal["open", "closed"]
+    retry_seconds: Annotated[float, Field(ge=0, le=86_400)] = 300.0
     api_key_env: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     cached_texts: Annotated[int, Field(ge=0, le=1_000_000)] = 10_000
     label: Annotated[list[GuardLabel], Field(min_length=1, max_length=64)]
@@ -105,10 +109,10 @@ class GuardFile(BaseModel):
     @classmethod
     def _check_prompt(cls, prompt: str) -> str:
         try:
-            shown = template_of(prompt).render(text=_PROBE)
+            shown = template_of(prompt).render(text=PROBE)
         except Exception as error:  # noqa: BLE001 - a template may raise anything
             raise wrong(f"is no template: {type(error).__name__}: {error}; correct it") from None
-        if _PROBE not in shown:
+        if PROBE not in shown:
             raise wrong("doesn't show the text; write {{ text }} where it belongs")
         return prompt
 
@@ -122,6 +126,8 @@ class GuardFile(BaseModel):
         if self.apply != "prompt" and any(label.action == "route" for label in self.label):
             raise wrong("a label has action = 'route', which is for prompts; set apply = 'prompt'")
         given = self.model_fields_set & {"constrain", "max_tokens"}
+        if self.on_failure == "open" and "retry_seconds" in self.model_fields_set:
+            raise wrong("retry_seconds is for on_failure = 'closed': with 'open' no row waits; remove it")
         if self.kind == "classifier" and given:
             raise wrong(f"{min(given)} is for chats; remove it")
         return self

@@ -17,6 +17,7 @@ import orjson
 
 from workers.errors import WorkerError
 from workers.policies.guard_admission import CircuitBreaker, TenantBreakers, TenantSlots
+from workers.policies.retry import PolicyUnavailable
 
 _MAX_ANSWER_BYTES: Final = 4 << 20
 _AWAY: Final = (404, 429, 502, 503)
@@ -29,11 +30,11 @@ class GuardFailed(WorkerError):
     """Raised when a guard model could not be asked, or its answer is none of its labels."""
 
 
-class GuardTimeout(GuardFailed):
+class GuardTimeout(GuardFailed, PolicyUnavailable):
     """Raised when the guard's answer didn't come in time."""
 
 
-class GuardUnavailable(GuardFailed):
+class GuardUnavailable(GuardFailed, PolicyUnavailable):
     """Raised when the guard's server can't be reached, or reports that it can't answer."""
 
 
@@ -99,6 +100,10 @@ class GuardServer:
         if not isinstance(answer, dict):
             raise GuardAnswerInvalid("the guard's answer is no JSON object")
         return answer
+
+    def forget_failures(self) -> None:
+        """All texts are asked about again, whatever failed before."""
+        self._tenants.clear()
 
     def _record_text(self, tenant: str | None, answered: bool, began: float) -> None:
         if tenant is not None:

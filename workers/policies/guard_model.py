@@ -2,7 +2,8 @@
 
 The guard is asked over HTTP, so one instance of it serves all workers, and `tokenmill run` as well. A chat model is
 held to the labels by structured output where the server supports it; a classifier gives its most probable label. A
-text that could not be judged in time passes with a flag or fails, as the file says, and never waits any longer.
+text that could not be judged in time passes with a flag or fails, as the file says. Where it fails, rows of jobs are
+judged again later (`workers.policies.retry`).
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import structlog
 
 from pipeline.models.catalog import BY_DIGEST
 from schemas.requests.parsing import CHAT_URL, CLASSIFY_URL, COMPLETIONS_URL
-from workers.policies.guard_file import GuardFileError, key_of, read_guard_file, template_of
+from workers.policies.guard_file import PROBE, GuardFileError, key_of, read_guard_file, template_of
 from workers.policies.guard_http import GuardAnswerInvalid, GuardFailed, GuardServer
 from workers.policies.policy import ALLOWED, SEVERITY, Answer, PolicyVerdict, Prompt
+from workers.policies.retry import PolicyUnavailable
 
 _MODELS_PATH: Final = "/v1/models"
 
@@ -47,6 +49,7 @@ class GuardModel:
         fingerprint: of the file and of the model's weights.
         window: None where it may refuse answers: it judges whole ones.
         concurrency: texts that it judges at a time.
+        retry_seconds: how long rows of jobs wait for it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,6 +66,8 @@ class GuardModel:
         refuses = any(label.action == "refuse" for label in self._file.label) or self._file.on_failure == "closed"
         self.window = None if self._file.apply != "prompt" and refuses else 0
         self.concurrency = self._file.concurrency
+        self.retry_seconds = self._file.retry_seconds if self._file.on_failure == "closed" else 0.0
+        self._was_available = True
 
     def before(self, prompt: Prompt) -> PolicyVerdict:
         """See `ContentPolicy`. A conversation is judged as the model reads it, texts to embed or score one by one."""
@@ -88,6 +93,22 @@ class GuardModel:
         if self._file.apply == "prompt" or not answer.text or answer.about.model in self._own_names:
             return ALLOWED
         return self._judge(answer.text, answer.about.tenant)
+
+    def is_available(self) -> bool:
+        """See `ContentPolicy`. Asks the guard about a short text."""
+        try:
+            self._ask(PROBE, None)
+        except PolicyUnavailable:
+            with self._lock:
+                self._was_available = False
+            return False
+        except GuardFailed:  # it answered
+            pass
+        with self._lock:
+            was_available, self._was_available = self._was_available, True
+        if not was_available:  # the tenants' texts failed because of the outage
+            self._server.forget_failures()
+        return True
 
     def _find_model(self, path: Path) -> tuple[str, bytes]:
         """The name under which the guard is asked, which is that of its version where the server has versions, and what
@@ -144,8 +165,8 @@ class GuardModel:
             return ALLOWED
         return PolicyVerdict(label.action, label.name, label.model or "")
 
-    def _ask(self, text: str, tenant: str) -> _Labelled:
-        """The guard's label for a text. Raises `GuardFailed`."""
+    def _ask(self, text: str, tenant: str | None) -> _Labelled:
+        """The guard's label for a text; `tenant` None: of a probe. Raises `GuardFailed`."""
         file, question = self._file, self._template.render(text=text)
         body: dict[str, Any] = {"model": self._model}
         if file.kind == "classifier":

@@ -14,13 +14,14 @@ import hashlib
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol, get_args
+from typing import Final, NamedTuple, Protocol, get_args
 
 import structlog
 
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.policy_report import ContentVerdict, JudgedSide, PolicyAction, PolicyReport
 from workers.policies.counts import PolicyCounts
+from workers.policies.retry import JudgingInterrupted, PolicyRetry
 
 _MAX_RULE_CHARS: Final = 100
 _MAX_MODEL_CHARS: Final = 1_000
@@ -116,7 +117,9 @@ class Answer:
 class ContentPolicy(Protocol):
     """A policy. It is found by its entry point in the group `tokenmill.content_policies`.
 
-    A policy that waits for another process has an attribute `concurrency`: how many texts it judges at a time.
+    A policy that waits for another process has an attribute `concurrency`: how many texts it judges at a time. If it
+    raises `workers.policies.retry.PolicyUnavailable`, rows of jobs wait for up to its attribute `retry_seconds` until
+    its method `is_available()`, which several threads call, returns true.
     """
 
     @property
@@ -215,13 +218,13 @@ class PolicyGuard:
         """The verdicts so far on texts that don't simply pass, and the tokens that judging took."""
         return PolicyReport(tuple(self._verdicts), *self._tokens)
 
-    def check_prompt(self, texts: Sequence[str]) -> None:
+    def check_prompt(self, texts: Sequence[str], retry: PolicyRetry | None = None) -> None:
         """Raise `RowError` when a policy refuses the prompt, or fails, and `PromptRouted` when one sends it to another
-        model and none refuses it."""
+        model and none refuses it. `retry`: of a row of a job; raises `JudgingInterrupted`."""
         prompt = Prompt(self._about, tuple(texts))
         routed: tuple[str, PolicyVerdict] | None = None
         for name, policy in self._policies:
-            verdict = self._judge(name, "prompt", policy.before, prompt)
+            verdict = self._judge(name, policy, "prompt", prompt, retry)
             if verdict.action == "refuse":
                 by = _named(name, verdict)
                 raise RowError(RowErrorCode.CONTENT_FILTER, f"the prompt is refused by {by}; change the prompt")
@@ -230,17 +233,18 @@ class PolicyGuard:
         if routed is not None:
             raise PromptRouted(*routed, self.report)
 
-    def refuses(self, text: str) -> bool:
-        """Whether a policy refuses the whole text of an answer. Raises `RowError` when a policy fails."""
+    def refuses(self, text: str, retry: PolicyRetry | None = None) -> bool:
+        """Whether a policy refuses the whole text of an answer. Raises `RowError` when a policy fails. `retry`: as in
+        `check_prompt`."""
         answer = Answer(self._about, text)
-        verdicts = [self._judge(name, "answer", policy.after, answer) for name, policy in self._policies]
+        verdicts = [self._judge(name, policy, "answer", answer, retry) for name, policy in self._policies]
         return any(verdict.action in _REFUSING for verdict in verdicts)
 
     def refuses_growing(self, text: str, start: int) -> bool:
         """Whether a policy refuses the end of a growing answer. Raises `RowError` when a policy fails."""
         answer = Answer(self._about, text, start, ended=False)
         return any(
-            self._judge(name, "answer", policy.after, answer).action in _REFUSING
+            self._judge(name, policy, "answer", answer).action in _REFUSING
             for name, policy in self._policies
             if policy.window
         )
@@ -250,12 +254,22 @@ class PolicyGuard:
         return model == self._about.model or (self._serves is not None and self._serves(model))
 
     def _judge(
-        self, name: str, side: JudgedSide, judge: Callable[[Any], PolicyVerdict], text: Prompt | Answer
+        self,
+        name: str,
+        policy: ContentPolicy,
+        side: JudgedSide,
+        text: Prompt | Answer,
+        retry: PolicyRetry | None = None,
     ) -> PolicyVerdict:
+        def judge() -> PolicyVerdict:
+            return policy.before(text) if isinstance(text, Prompt) else policy.after(text)
+
         try:
-            verdict: object = judge(text)
+            verdict: object = judge() if retry is None else retry.judge(name, policy, judge)
             if not isinstance(verdict, PolicyVerdict) or not _is_valid(verdict):
                 raise TypeError("the verdict is no PolicyVerdict")
+        except JudgingInterrupted:
+            raise
         except Exception as error:  # noqa: BLE001 - the row fails and the worker continues
             # Neither the error's message nor a traceback is logged: both may quote the text.
             at = traceback.extract_tb(error.__traceback__)[-1]

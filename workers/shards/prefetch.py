@@ -13,6 +13,7 @@ from pipeline.ports import Clock
 from pipeline.worker_client.ports import BY_URGENCY, ShardSink, ShardSource
 from schemas.jobs.job import Tier
 from workers.errors import ModelMismatchError
+from workers.policies.retry import JudgingInterrupted
 from workers.shards.open_shard import PreparedShard
 from workers.shards.shard_reader import ShardReader
 
@@ -109,6 +110,9 @@ class ShardFetcher:
             return self._reader.prepare(work)
         except ModelMismatchError:  # it concerns the worker, not the shard
             raise
+        except JudgingInterrupted:
+            self._sink.release(work, 0, 0.0)
+            return None
         except Exception as error:  # noqa: BLE001 - it concerns one shard; the worker continues with others
             self._sink.give_up(work, error)
             return None

@@ -21,6 +21,7 @@ from workers.errors import ModelMismatchError
 from workers.model.loaded_model import LoadedModel
 from workers.policies.concurrency import for_each_row
 from workers.policies.policy import NO_POLICIES, JudgedText, Policies, PolicyGuard
+from workers.policies.retry import JudgingInterrupted, PolicyRetry
 from workers.rows import PreparedRow, RejectedRow, RowName
 from workers.shards.isolation import condemn
 from workers.shards.open_shard import PreparedShard
@@ -60,9 +61,10 @@ class ShardReader:
 
     model: LoadedModel
     policies: Policies = NO_POLICIES
+    retry: PolicyRetry | None = None
 
     def prepare(self, work: ShardWork) -> PreparedShard:
-        """Prepare or refuse each row of the shard. Raises `ModelMismatchError` (see there)."""
+        """Prepare or refuse each row of the shard. Raises `ModelMismatchError` and `JudgingInterrupted` (see there)."""
         lines = self._lines(work)
         for line in lines:
             line.error = condemn(work.history.blamed.get(line.names[0].row, 0))
@@ -154,13 +156,13 @@ class ShardReader:
         assert line.guard is not None
         try:
             if not isinstance(line.parsed, GenerationBody):
-                line.guard.check_prompt(pooled.texts_of(line.parsed, line.inputs))
+                line.guard.check_prompt(pooled.texts_of(line.parsed, line.inputs), self.retry)
                 return
             for prompt in line.prompts:
-                line.guard.check_prompt(texts_of_prompt(line.parsed, prompt, self.model.tokenizer))
+                line.guard.check_prompt(texts_of_prompt(line.parsed, prompt, self.model.tokenizer), self.retry)
         except RowError as error:
             line.error = translate_error(line.url, error)
-        except MemoryError:
+        except (JudgingInterrupted, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - it concerns one row
             line.error = _unforeseen(error, "a row could not be judged", line, work)

@@ -37,6 +37,7 @@ from schemas.settings.overload import StepName
 from workers.model.loaded_model import LoadedModel
 from workers.observability.progress import WorkerObserver, WorkerProgress
 from workers.observability.tracing import ShardSpans, end_step
+from workers.policies.retry import JudgingInterrupted, PolicyRetry
 from workers.rows import ComputedRow, PreparedRow, RejectedRow
 from workers.settings import IDLE_SECONDS, WorkerSettings
 from workers.shards.cost_sharing import shares_of_step
@@ -93,7 +94,9 @@ class ShardWorker:
         self._heartbeat_timer = heartbeat_timer or (nullcontext if self._given_heartbeat_executor else thread_timer)
         self._side_work = beside or NoSideWork(clock)
         self._spans = ShardSpans(clock, model.name, traces, self._settings.trace_interval_seconds)
-        reader = ShardReader(model, self._settings.policies)
+        self._is_stopping = False
+        retry = PolicyRetry(clock, lambda: not self._is_stopping)
+        reader = ShardReader(model, self._settings.policies, retry)
         self._fetcher = ShardFetcher(source, sink, reader, clock, self._settings.poll_interval_seconds)
         self._writer = ShardWriter(model, sink, clock, self._settings, self._report)
         self._checkpointer = self._writer.checkpointer
@@ -148,6 +151,7 @@ class ShardWorker:
             else:
                 self._drain_side_work()
         except Exception:
+            self._is_stopping = True
             self._abandon()
             raise
         return stopped
@@ -478,6 +482,10 @@ class ShardWorker:
 
     def _give_up(self, shard: OpenShard, error: Exception) -> None:
         """Record that this attempt can't write the shard's part, for a reason that concerns this shard alone."""
+        if isinstance(error, JudgingInterrupted):  # no fault of the shard
+            self._writer.result_of(self._writer.release(shard, shard.generated + shard.unlogged))
+            self._spans.ended(shard.work, "given back")
+            return
         self._writer.result_of(self._writer.give_up(shard, error))
         self._spans.ended(shard.work, "given up", type(error).__name__)
 
@@ -485,6 +493,7 @@ class ShardWorker:
 
     def _drain(self) -> None:
         """Commit finished shards, checkpoint and release the others, and empty the engine."""
+        self._is_stopping = True
         self._commit_done()
         self._shards += [OpenShard.open(shard) for shard in self._fetcher.take_all()]
         self._release(list(self._shards))

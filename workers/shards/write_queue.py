@@ -19,6 +19,7 @@ from pipeline.runtime.inline_executor import InlineExecutor
 from pipeline.worker_client.ports import ShardSink
 from schemas.jobs.checkpoints import FinishedRows
 from workers.model.loaded_model import LoadedModel, library_versions, speculation_facts
+from workers.policies.retry import PolicyRetry
 from workers.rows import Envelope, PreparedRow
 from workers.settings import FIRST_CHECKPOINT_SECONDS, WorkerSettings
 from workers.shards.checkpointer import Checkpointer, ShardSnapshot
@@ -50,7 +51,10 @@ class ShardWriter:
         settings: WorkerSettings,
         while_waiting: Callable[[], None],
     ) -> None:
-        self.checkpointer = Checkpointer(model.engine, ResponseBuilder(model.tokenizer, model.limits.classifier), sink)
+        self._is_awaited = False
+        retry = PolicyRetry(clock, lambda: not self._is_awaited)
+        builder = ResponseBuilder(model.tokenizer, model.limits.classifier, retry)
+        self.checkpointer = Checkpointer(model.engine, builder, sink)
         self._model = model
         self._sink = sink
         self._now = clock.monotonic
@@ -213,9 +217,12 @@ class ShardWriter:
         return future.result()
 
     def _wait_for(self, future: Future[Result]) -> None:
+        """Wait for a write. Rows whose answers wait for a content policy don't hold it up: their attempts end."""
+        self._is_awaited = True
         while not future.done():
             self._while_waiting()
             wait([future], timeout=WAIT_SECONDS)
+        self._is_awaited = False
 
     def _envelope(self, shard: OpenShard) -> Envelope:
         return Envelope(shard.work.job.id, shard.work.job.created_at, shard.work.attempt, self._utc)

@@ -25,6 +25,7 @@ from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import Body, ChatBody, CompletionBody, GenerationBody
 from schemas.requests.policy_report import PolicyReport, add_report
 from workers.policies.concurrency import for_each_row
+from workers.policies.retry import JudgingInterrupted, PolicyRetry
 from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow, RejectedRow, RowName, response_id
 from workers.structured.constraints import shown_tokens
 from workers.structured.grammar import Grammar, too_complex
@@ -75,11 +76,14 @@ def failure_of(completion: Completion, withheld: frozenset[int] = frozenset(), m
 
 
 class ResponseBuilder:
-    """Builds the results of one model's rows. `classifier`: see `ModelLimits`."""
+    """Builds the results of one model's rows. `classifier`: see `ModelLimits`.  `retry`: of rows of jobs."""
 
-    def __init__(self, tokenizer: Tokenizer, classifier: ClassifierSettings | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, classifier: ClassifierSettings | None = None, retry: PolicyRetry | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._classifier = classifier
+        self._retry = retry
         self._texts = TokenTexts(tokenizer)
         self._tool_format = find_tool_format(tokenizer)
 
@@ -88,7 +92,8 @@ class ResponseBuilder:
         return pooled_results(row, envelope, self._classifier)
 
     def results(self, rows: Iterable[FinishedRow], envelope: Envelope) -> list[ResultRow]:
-        """One result for each row and each copy. A row whose result can't be built fails."""
+        """One result for each row and each copy. A row whose result can't be built fails. Raises
+        `JudgingInterrupted`."""
         answered: list[ComputedRow] = []
         results: list[ResultRow] = []
         for row in rows:
@@ -126,7 +131,7 @@ class ResponseBuilder:
         """The results of an answered row. Raises `RowError` when a content policy fails."""
         if texts is None:
             (texts,) = self.answer_texts([row])
-        return self.answered(row, texts, withheld_choices(row, texts), envelope)
+        return self.answered(row, texts, withheld_choices(row, texts, self._retry), envelope)
 
     def answer_texts(self, rows: Sequence[ComputedRow]) -> list[list[str]]:
         """The decoded text of each choice of each row, tool calls and thoughts included."""
@@ -301,14 +306,15 @@ class ResponseBuilder:
         return len(choice.token_ids)
 
 
-def withheld_choices(row: ComputedRow, texts: Sequence[str]) -> frozenset[int]:
-    """The choices whose text the content policies withhold. Raises `RowError` when a policy fails."""
+def withheld_choices(row: ComputedRow, texts: Sequence[str], retry: PolicyRetry | None = None) -> frozenset[int]:
+    """The choices whose text the content policies withhold. Raises `RowError` when a policy fails, and
+    `JudgingInterrupted`."""
     guard = row.prepared.guard
     if guard is None:
         return row.withheld
     choices = [choice.index for choice in row.completion.choices]
     judged = ((index, text) for index, text in zip(choices, texts, strict=True) if index not in row.withheld)
-    return row.withheld | {index for index, text in judged if guard.refuses(text)}
+    return row.withheld | {index for index, text in judged if guard.refuses(text, retry)}
 
 
 def _includes_stop(body: Body) -> bool:
@@ -351,7 +357,7 @@ def _build_or_fail(row: ComputedRow, envelope: Envelope, make: Callable[[], list
         return make()
     except RowError as error:
         return _failed(row, error, envelope)
-    except MemoryError:  # it concerns the machine, not the row
+    except (JudgingInterrupted, MemoryError):  # it concerns the worker, not the row
         raise
     except Exception as error:  # noqa: BLE001 - it concerns one row
         name = f"{envelope.job}/{row.prepared.names[0].row}"

@@ -53,6 +53,7 @@ def test_given_a_served_guard_then_a_run_refuses_what_it_labels_and_without_it_e
         path = folder / f"{how}.toml"
         path.write_text(
             f'url = "{url}/v1"\nmodel = "{model}"\non_failure = "{how}"\nprompt = "{QUESTION}"\n'
+            + ("retry_seconds = 2\n" if how == "closed" else "")
             + "".join(f'[[label]]\nname = "{name}"\n' for name in LABELS if name != unsafe)
             + f'[[label]]\nname = "{unsafe}"\naction = "refuse"\n',
             encoding="utf-8",

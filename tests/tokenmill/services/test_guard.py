@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import httpx2
 import openai
 import pytest
 import torch
+from celery import Celery
 from openai import OpenAI
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.pipeline.observability.scrapes import scrape
 from tests.servers.redis import RedisServer
 from tests.tiny_encoders import make_classifier
 from tests.tokenmill.command_processes import Processes, as_jsonl, ended
@@ -49,11 +53,13 @@ class Installation:
     """The processes.
 
     Attributes:
+        start_guard: starts a worker of the guard.
         guard, worker: numbers of the guard's worker, and of that which asks it.
         texts: a text of each label.
     """
 
     processes: Processes
+    start_guard: Callable[[], int]
     url: str
     guard: int
     worker: int
@@ -93,6 +99,7 @@ def installation(
         TOKENMILL_ROOT=str(folder / "root"),
         TOKENMILL_GATEWAY__AUTH="off",
         TOKENMILL_METRICS__PORT="0",
+        TOKENMILL_CELERY__QUEUES='{"tokenmill": "default"}',
     )
 
     def worker(*options: object) -> int:
@@ -101,7 +108,8 @@ def installation(
     def start(how: str) -> Installation:
         gateway = processes.start("-m", "tokenmill", "gateway", "--port", 0)
         processes.start("-m", "tokenmill", "dispatcher")
-        guard = worker("--model", f"guard={guard_folder}")
+        start_guard = partial(worker, "--model", f"guard={guard_folder}")
+        guard = start_guard()
         url = processes.url(gateway)
         labels = wait_for(lambda: labels_of(url), "the guard serves nothing")
         texts = {label: text for text, label in zip(TEXTS, labels or (), strict=True)}
@@ -117,7 +125,7 @@ def installation(
         policy = ("--content-policy", f"guard:{path}")
         asking = worker("--model", f"tiny={model_folder}", *policy)
         worker("--model", f"big={model_folder}", "--kv-dtype", "int8")
-        made = Installation(processes, url, guard, asking, texts)
+        made = Installation(processes, start_guard, url, guard, asking, texts)
         names = {"guard", "tiny", "big"}
         wait_for(lambda: {model.id for model in made.client().models.list().data} == names, "a worker is missing")
         return made
@@ -171,7 +179,7 @@ def test_given_planted_prompts_then_they_are_refused_flagged_and_routed_over_htt
 
 
 @pytest.mark.parametrize("how", ["open", "closed"])
-def test_given_a_guard_that_is_killed_then_requests_and_rows_end_as_the_file_says(
+def test_given_a_guard_that_is_killed_then_requests_end_as_the_file_says_and_rows_that_would_fail_wait_for_it(
     installation: Callable[[str], Installation], how: str
 ) -> None:
     made = installation(how)
@@ -186,5 +194,42 @@ def test_given_a_guard_that_is_killed_then_requests_and_rows_end_as_the_file_say
     else:
         with pytest.raises(openai.InternalServerError, match=r"'guard' could not judge the prompt \(Guard"):
             made.ask("unsafe")
-    lines = made.batch("safe", "medical")
-    assert {outcome(line) for line in lines.values()} == {200 if how == "open" else "engine_error"}, lines
+    if how == "open":
+        lines = made.batch("safe", "medical")
+        assert {outcome(line) for line in lines.values()} == {200}, lines
+        return
+    with ThreadPoolExecutor(1) as pool:
+        batch = pool.submit(made.batch, "safe", "medical")
+        log = made.processes.log(made.worker)
+        wait_for(lambda: "rows of jobs wait for it" in log.read_text(), "the rows don't wait")
+        made.start_guard()
+        lines = batch.result()
+    assert {label: outcome(line) for label, line in lines.items()} == {"safe": 200, "medical": "content_filter"}
+
+
+def test_given_tasks_over_celery_then_the_worker_judges_them_and_they_count_in_its_metrics(
+    installation: Callable[[str], Installation], redis_server: RedisServer
+) -> None:
+    made = installation("closed")
+    made.processes.start("-m", "tokenmill", "intake")
+    caller = Celery("a-caller", broker=redis_server.url, backend=redis_server.url, set_as_current=False)
+
+    def generate(text: str) -> str | None:
+        """The code of the error of a task with this text; None: it was answered."""
+        body = {"model": "tiny", "max_tokens": 3, "messages": [{"role": "user", "content": text}]}
+        answer = caller.send_task("tokenmill.generate", args=[body], queue="tokenmill").get(timeout=HANG_SECONDS)
+        return answer["error"]["code"] if "error" in answer else None
+
+    assert [generate(made.texts[label]) for label in ("safe", "unsafe", "odd")] == [None, "content_filter", None]
+    made.processes.running[made.guard].kill()
+    made.processes.running[made.guard].wait()
+    assert generate("another text") == "engine_error"
+
+    def counts() -> tuple[float, ...]:
+        """The samples of refused and of flagged texts, and of failures."""
+        found, about = scrape(f"{made.url}/metrics"), {"model": "tiny", "policy": "guard"}
+        judged = [found.all("tokenmill_judged_texts_total", action=one, **about) for one in ("refuse", "flag")]
+        failed = found.all("tokenmill_content_policy_failures_total", **about)
+        return tuple(sum(samples.values()) for samples in (*judged, failed))
+
+    wait_for(lambda: counts() == (1, 1, 1), "the metrics lack the verdicts")

@@ -12,16 +12,22 @@ from typing import Any
 
 import pytest
 
+from pipeline.adapters.system_clock import SystemClock
 from schemas.jobs.results import RowStatus
 from schemas.requests.errors import RowErrorCode
 from schemas.workers.lane import EndEvent, ErrorEvent
-from tests.waiting import wait_for
+from tests.waiting import HANG_SECONDS, wait_for
 from tests.workers.policies.scripted_guard import ScriptedGuard, serving_guard
-from tests.workers.policies.test_guard_model import write
+from tests.workers.policies.test_guard_model import limit_time, write
 from tests.workers.policies.worker_harness import end_of, forced_chat, rows_of, serving_worker, text_of
 from workers.model.loaded_model import LoadedModel
+from workers.policies.guard_file import PROBE
+from workers.policies.guard_model import GuardModel
 from workers.policies.loader import load_policies
 from workers.policies.policy import Policies
+from workers.policies.retry import MAX_TRIES
+from workers.settings import WorkerSettings
+from workers.shards.worker import ShardWorker
 
 ANSWERS = "[[label]]\nname = 'safe'\n[[label]]\nname = 'unsafe'\naction = 'refuse'\n"
 Load = Callable[..., Policies]
@@ -69,7 +75,8 @@ def test_given_a_stopped_guard_then_rows_end_as_the_file_says(
     model: LoadedModel, tmp_path: Path, kit: Any, how: str
 ) -> None:
     with serving_guard() as server:
-        policies = load_policies([f"guard:{write(tmp_path, server.url, on_failure=how)}"])
+        waiting = {"retry_seconds": 0} if how == "closed" else {}
+        policies = load_policies([f"guard:{write(tmp_path, server.url, on_failure=how, **waiting)}"])
     bodies = [kit.chat(f"row {number}", max_tokens=2) for number in range(12)]
     sink = rows_of(kit, model, bodies, policies)
     assert len(sink.rows) == 12
@@ -143,3 +150,69 @@ def test_given_a_refused_answer_then_its_stream_has_none_of_its_text(model: Load
     assert text_of(events) == ""
     assert end_of(events).response["choices"][0]["finish_reason"] == "content_filter"
     assert text_of(passed) == "how to build a boat"
+
+
+@pytest.mark.parametrize("side", ["prompt", "answer"])
+def test_given_a_guard_that_is_away_for_a_while_then_rows_of_jobs_wait_and_are_judged(
+    model: LoadedModel, load: Load, server: ScriptedGuard, kit: Any, side: str
+) -> None:
+    policies = load(apply=side, labels=ANSWERS, concurrency=4)
+    server.status = 503
+    bodies = [forced_chat(kit, text, prompt=text) for text in ("a bomb", *(f"flower {number}" for number in range(9)))]
+    with ThreadPoolExecutor(1) as pool:
+        rows = pool.submit(rows_of, kit, model, bodies, policies)
+        wait_for(lambda: is_probed(server), "the guard is not probed")
+        server.status = 200
+        sink = rows.result()
+    refused = "content_filter" if side == "prompt" else None
+    assert [sink.rows[row].error_code for row in range(10)] == [refused, *[None] * 9]
+    assert sink.rows[0].finish_reason == (None if side == "prompt" else "content_filter")
+    assert policies.counts is not None
+    assert policies.counts.read()["guard"].failures == 0
+
+
+def test_given_a_guard_that_stays_away_then_rows_fail_after_the_time_of_its_file(
+    model: LoadedModel, load: Load, server: ScriptedGuard, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.policies.retry.MIN_PROBE_SECONDS", 0.01)
+    server.status = 503
+    sink = rows_of(kit, model, [kit.chat(f"row {number}") for number in range(12)], load(retry_seconds=0.3))
+    assert {row.error_code for row in sink.rows.values()} == {RowErrorCode.ENGINE_ERROR}
+    assert len(sink.rows) == 12
+    assert is_probed(server)
+
+
+def test_given_texts_that_take_a_guard_too_long_then_they_fail_and_the_others_do_not_wait(
+    model: LoadedModel, load: Load, server: ScriptedGuard, kit: Any
+) -> None:
+    policies = load(concurrency=4)
+    ((_, guard),) = policies.named
+    assert isinstance(guard, GuardModel)
+    limit_time(guard, 3.0)
+    server.slow = "long"
+    sink = rows_of(kit, model, [kit.chat(text, max_tokens=2) for text in ("long", "short", "moon")], policies)
+    assert [sink.rows[row].error_code for row in range(3)] == [RowErrorCode.ENGINE_ERROR, None, None]
+    asked = [body["messages"][0]["content"] for body in server.asked]
+    assert sum("long" in text for text in asked) == MAX_TRIES
+
+
+@pytest.mark.parametrize("side", ["prompt", "answer"])
+def test_given_rows_that_wait_for_a_guard_when_the_worker_stops_then_their_shard_is_released(
+    model: LoadedModel, load: Load, server: ScriptedGuard, kit: Any, side: str
+) -> None:
+    policies, stop, sink = load(apply=side, labels=ANSWERS), threading.Event(), kit.MemorySink()
+    server.status = 503
+    bodies = [forced_chat(kit, f"flower {number}") for number in range(3)]
+    source = kit.ListSource([kit.make_work(bodies, shard=1)])
+    worker = ShardWorker(model, source, sink, SystemClock(), WorkerSettings(policies=policies))
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(worker.run, stop)
+        wait_for(lambda: is_probed(server), "the guard is not probed")
+        stop.set()
+        run.result(HANG_SECONDS)
+    assert (sink.released, sink.given_up, sink.parts) == ([1], {}, {})
+    assert [row for one in sink.checkpoints.get(1, ()) for row in one.finished.rows] == []
+
+
+def is_probed(server: ScriptedGuard) -> bool:
+    return any(PROBE in body["messages"][0]["content"] for body in server.asked)

@@ -258,6 +258,31 @@ def test_given_a_tenants_texts_that_take_too_long_then_only_its_own_texts_fail_a
     assert action(policy, "a bomb") == "refuse", "another tenant's text is judged"
 
 
+def test_given_a_guard_that_answers_again_then_texts_that_failed_meanwhile_are_asked_about_at_once(
+    make: Make, server: ScriptedGuard
+) -> None:
+    policy = make()
+    assert policy.is_available()
+    limit_time(policy, 0.1)
+    server.hang = True
+    kinds = [fail(policy, f"text {number}") for number in range(FAILURES_UNTIL_DOWN)]
+    assert (kinds, policy.is_available()) == (["GuardTimeout"] * FAILURES_UNTIL_DOWN, False)
+    assert fail(policy) == "GuardUnavailable"
+    server.hang = False
+    limit_time(policy, 60)
+    assert policy.is_available()
+    assert action(policy, "a bomb") == "refuse"
+
+
+def test_given_a_guard_that_can_not_judge_a_text_then_it_is_available(make: Make, server: ScriptedGuard) -> None:
+    policy = make()
+    found = {}
+    for server.status in (200, 400, 404, 429, 503):
+        found[server.status] = policy.is_available()
+        policy._server._breaker.record(True, 0.0)  # else it would be left alone
+    assert found == {200: True, 400: True, 404: False, 429: False, 503: False}
+
+
 @pytest.mark.parametrize("status", [408, 500, 504])
 def test_given_errors_that_a_text_may_cause_then_another_tenants_texts_are_judged(
     make: Make, server: ScriptedGuard, status: int
@@ -360,6 +385,7 @@ def test_given_a_key_then_it_is_sent(tmp_path: Path, server: ScriptedGuard, monk
         ({"prompt": "Is it safe?"}, "doesn't show the text"),
         ({"on_failure": "maybe"}, "the file on_failure: Input should be 'open' or 'closed'"),
         ({"on_failure": None}, "the file on_failure: is missing; add it"),
+        ({"on_failure": "open", "retry_seconds": 5}, "retry_seconds is for on_failure = 'closed'"),
         ({"apply": "both"}, "is for prompts; set apply = 'prompt'"),
         ({"kind": "classifier", "max_tokens": 3}, "max_tokens is for chats; remove it"),
         ({"temperature": 3}, "the file temperature: is not known; there are url, model,"),
