@@ -7,7 +7,7 @@ more shards: then it is released.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import structlog
 
@@ -16,6 +16,7 @@ from engine.step_engine import StepEngine
 from pipeline.worker_client.ports import BY_URGENCY, ShardWork
 from schemas.jobs.job import Tier
 from schemas.settings.overload import StepName
+from workers.shards.write_queue import RunningRow
 
 logger = structlog.get_logger(__name__)
 
@@ -58,10 +59,17 @@ class ShardDegradation:
         """Tiers from which shards may be taken, the most urgent first."""
         return tuple(tier for tier in BY_URGENCY if not (self.is_bulk_paused and tier is Tier.BULK))
 
-    def remove(self, request_id: str) -> None:
-        """Remove a request from the engine, to be resumed later."""
-        if request_id not in self._removed and self._engine.cancel(request_id):
-            self._removed.add(request_id)
+    def remove_paused(self, running: Mapping[str, RunningRow]) -> None:
+        """Remove the rows of paused shards from the engine, to be resumed later. They return to their shards in reverse
+        order, each to the head, so that the planner's order is kept.
+
+        Args:
+            running: by request id, in the planner's order.
+        """
+        paused = [name for name, (shard, _) in running.items() if self.pauses(shard.work)]
+        for request_id in reversed(paused):
+            if request_id not in self._removed and self._engine.cancel(request_id):
+                self._removed.add(request_id)
 
     def has_removed(self, completion: Completion) -> bool:
         """Whether this completion is of a request that `remove` removed before its end."""

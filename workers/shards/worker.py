@@ -20,8 +20,7 @@ from __future__ import annotations
 import threading
 from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import partial
 
@@ -42,7 +41,8 @@ from workers.rows import ComputedRow, PreparedRow, RejectedRow
 from workers.settings import IDLE_SECONDS, WorkerSettings
 from workers.shards.cost_sharing import shares_of_step
 from workers.shards.degradation import ShardDegradation, no_steps
-from workers.shards.heartbeats import HEARTBEAT_THREADS, HeartbeatSender, Timer, thread_timer
+from workers.shards.executors import worker_executors
+from workers.shards.heartbeats import HeartbeatSender, Timer
 from workers.shards.isolation import PROBE, Member, RowIsolation, probe
 from workers.shards.lookahead import Lookahead, engine_has_all
 from workers.shards.open_shard import OpenShard, PreparedShard
@@ -89,9 +89,7 @@ class ShardWorker:
         self._clock = clock
         self._now = clock.monotonic
         self._settings = settings or WorkerSettings()
-        self._given_executor = helper
-        self._given_heartbeat_executor = heartbeat_executor or helper
-        self._heartbeat_timer = heartbeat_timer or (nullcontext if self._given_heartbeat_executor else thread_timer)
+        self._executors = partial(worker_executors, helper, heartbeat_executor, heartbeat_timer)
         self._side_work = beside or NoSideWork(clock)
         self._spans = ShardSpans(clock, model.name, traces, self._settings.trace_interval_seconds)
         self._is_stopping = False
@@ -120,20 +118,12 @@ class ShardWorker:
             ModelMismatchError: a shard is pinned to another model.
             StoreError: the store can't be read or written.
         """
-        with ExitStack() as pools:
-
-            def pool(name: str, threads: int = 1) -> Executor:
-                made = ThreadPoolExecutor(max_workers=threads, thread_name_prefix=f"worker-{name}")
-                pools.callback(made.shutdown, wait=True, cancel_futures=True)
-                return made
-
-            self._writer.start(self._given_executor or pool("writer"))
-            fetch_executor = self._given_executor or pool("fetcher")
-            heartbeat_executor = self._given_heartbeat_executor or pool("heartbeat", HEARTBEAT_THREADS)
-            heartbeats = HeartbeatSender(self._sink, self._clock, heartbeat_executor, self._settings.stuck_seconds)
+        with self._executors() as executors:
+            self._writer.start(executors.writer)
+            heartbeats = HeartbeatSender(self._sink, self._clock, executors.heartbeat, self._settings.stuck_seconds)
             self._reporter.start(heartbeats)
-            pools.enter_context(self._heartbeat_timer(heartbeats.repeat))
-            stopped = self._run_loop(fetch_executor, stop)
+            with executors.heartbeat_timer(heartbeats.repeat):
+                stopped = self._run_loop(executors.fetcher, stop)
         return self._reporter.report_end(self._shards, self._writer.committing, stopped=stopped)
 
     # -- The loop
@@ -299,7 +289,7 @@ class ShardWorker:
                 self._writer.result_of(self._writer.write_checkpoint(self._shards, self._running.values(), final=False))
             self._isolation.release()
             self._try_apart(())
-        self._remove_paused_rows()
+        self._degradation.remove_paused(self._running)
         last_open = self._fetcher.is_dry or self._fetcher.is_exhausted
         ahead = self._lookahead.rows(last_open=last_open)
         for shard in self._shards:
@@ -311,13 +301,6 @@ class ShardWorker:
             while shard.waiting and self._engine.num_waiting < limit:
                 self._add(shard, shard.waiting.popleft())
         self._engine.settle(more_to_come=not engine_has_all(self._shards, last_open=last_open))
-
-    def _remove_paused_rows(self) -> None:
-        """Remove the rows of paused shards from the engine. They return to their shards in reverse order, each to the
-        head, so that the planner's order is kept."""
-        paused = [name for name, (shard, _) in self._running.items() if self._degradation.pauses(shard.work)]
-        for request_id in reversed(paused):
-            self._degradation.remove(request_id)
 
     def _num_less_urgent_rows(self, shard: OpenShard) -> int:
         """Rows in the engine that are less urgent than this shard's rows, which don't wait behind them."""
