@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from workers.shards.heartbeats import HEARTBEAT_THREADS, Timer, thread_timer
@@ -25,13 +25,18 @@ class WorkerExecutors:
     heartbeat_timer: Timer
 
 
+def _no_timer(_task: Callable[[], None]) -> AbstractContextManager[None]:
+    """A `Timer` that repeats nothing."""
+    return nullcontext()
+
+
 @contextmanager
 def worker_executors(
     helper: Executor | None, heartbeat: Executor | None, heartbeat_timer: Timer | None
 ) -> Iterator[WorkerExecutors]:
     """The executors, until the block ends; see `ShardWorker` for those that may be given."""
     heartbeat = heartbeat or helper
-    timer: Timer = heartbeat_timer or (nullcontext if heartbeat else thread_timer)
+    timer = heartbeat_timer or (_no_timer if heartbeat else thread_timer)
     with ExitStack() as pools:
 
         def pool(name: str, threads: int = 1) -> Executor:
