@@ -52,8 +52,8 @@ test: $(VENV)/.dev.stamp  ## run the fast tests: five minutes on two idle cores
 test-slow: $(VENV)/.dev.stamp  ## run the tests marked slow: real models, processes and servers, seconds of CPU time each
 	$(PY) -m pytest $(PARALLEL) -m "slow and not exhaustive" $(PYTEST_ARGS)
 
-test-all: $(VENV)/.dev.stamp  ## run all tests of CI: all but those marked exhaustive
-	$(PY) -m pytest $(PARALLEL) -m "not exhaustive" $(PYTEST_ARGS)
+test-all: $(VENV)/.dev.stamp  ## run all tests but those marked exhaustive; SLOW_PART=K/N: of the slow ones one of N parts
+	$(PY) -m pytest $(PARALLEL) -m "not exhaustive" $(if $(SLOW_PART),--slow-part $(SLOW_PART)) $(PYTEST_ARGS)
 
 test-torch211: $(VENV)-torch211/.stamp  ## run the engine's tests on the CPU with torch 2.11, the oldest supported version, and its Triton
 	OMP_NUM_THREADS=1 $(VENV)-torch211/bin/python -m pytest $(PARALLEL) -m "not slow and not exhaustive" tests/engine \

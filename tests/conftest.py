@@ -68,18 +68,44 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow-part",
+        metavar="K/N",
+        type=_part,
+        help="Of the files with slow tests run those of one of N parts, K from 0 to N - 1; all other tests are run.",
+    )
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not 0 <= int(part) < int(parts):
+        raise ValueError(f"{text} is no part")
+    return int(part), int(parts)
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the files with the most slow tests first: the processes that share the files then end at about one time.
 
     Of the kernels' instruction sets, the least and this processor's best are tested, whole models on the best only; the
     others are exhaustive.
     """
+    if (chosen := config.getoption("slow_part")) is not None:
+        part, parts = chosen
+        left_out = [item for item in items if item.get_closest_marker("slow") and _hash_of(item) % parts != part]
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
     for item in items:
         if (ON_LESSER if item.path.name in WHOLE_MODELS else ON_IN_BETWEEN).search(item.name):
             item.add_marker(pytest.mark.exhaustive)
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
+
+
+def _hash_of(item: pytest.Item) -> int:
+    return zlib.crc32(item.nodeid.partition("::")[0].encode())
 
 
 def pytest_collection_finish() -> None:
