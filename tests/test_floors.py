@@ -71,6 +71,7 @@ def test_given_the_wheel_when_it_is_opened_then_it_holds_the_five_packages_and_n
     assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES
 
 
+@pytest.mark.slow
 def test_given_the_wheel_when_it_is_compared_with_the_tree_then_no_module_is_missing(wheel: zipfile.ZipFile) -> None:
     here = {
         path.relative_to(REPOSITORY).as_posix()

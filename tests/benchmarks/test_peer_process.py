@@ -27,6 +27,7 @@ def test_output_and_exit_status_come_back(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.log) == (3, "out\n", "err\n")
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_whole_tree(tmp_path: Path) -> None:
     """Given a parent of 100 MB and a child of 200 MB at the same time, at least their sum is counted."""
     child = "import time; held = b'x' * 200_000_000; time.sleep(1)"
@@ -38,6 +39,7 @@ def test_memory_is_that_of_the_whole_tree(tmp_path: Path) -> None:
     assert 300 * MB < done.peak_rss_bytes < 400 * MB
 
 
+@pytest.mark.slow
 def test_a_peak_between_two_polls_is_not_missed(tmp_path: Path) -> None:
     """Given 300 MB held for a moment only, the kernel's high-water mark still shows it."""
     done = run("import time; held = b'x' * 300_000_000; del held; time.sleep(1)", tmp_path)
@@ -77,6 +79,7 @@ def test_every_engine_gets_its_configured_processors_and_no_settings_of_the_call
     assert done.stdout == f"{sorted(os.sched_getaffinity(0))[:1]} None set\n"
 
 
+@pytest.mark.slow
 def test_work_of_other_processes_is_separated_from_the_engines_own(tmp_path: Path) -> None:
     """Given an engine whose worker computes and is never waited for, others are charged with all but its work.
 

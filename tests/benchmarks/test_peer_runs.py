@@ -140,6 +140,7 @@ def test_a_peer_that_breaks_has_its_error_as_the_reason(bench: Bench, tmp_path: 
         run_peer(bench, echo(tmp_path), broken, Path(sys.executable), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_peer_that_takes_too_long_has_no_result(bench: Bench, tmp_path: Path) -> None:
     peer = echo(tmp_path)
     Path(peer.runner).write_text("import time; time.sleep(60)", encoding="utf-8")

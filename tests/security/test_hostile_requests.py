@@ -116,6 +116,7 @@ def test_a_body_that_is_too_large_is_not_read_to_its_end(harness: HttpHarness) -
         assert b" 413 " in connection.recv(65_536)
 
 
+@pytest.mark.slow
 def test_connections_with_slow_headers_are_closed(harness: HttpHarness) -> None:
     """Slow-loris: a header now and then, for ever; also behind a good request, and without a byte."""
     good = f"GET /v1/models HTTP/1.1\r\nHost: {harness.url.removeprefix('http://')}\r\n\r\n".encode()
@@ -162,6 +163,7 @@ def test_many_slow_connections_dont_block_other_clients(harness: HttpHarness) ->
         connection.close()
 
 
+@pytest.mark.slow
 def test_the_bytes_of_all_bodies_are_bounded(tmp_path: Path) -> None:
     with run_http_harness(
         tmp_path, settings=GatewayOptions(max_body_bytes=250_000, max_buffered_body_bytes=500_000)

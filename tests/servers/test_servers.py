@@ -148,6 +148,7 @@ def test_each_server_starts_answers_and_ends(
     assert not lives(pid)
 
 
+@pytest.mark.slow
 def test_given_a_broker_on_s3_that_was_killed_when_it_starts_again_then_it_has_its_records(
     durable_kafka_broker: KafkaBroker, unique_name: Callable[[], str]
 ) -> None:

@@ -86,6 +86,7 @@ def test_products_and_their_argmax_are_those_of_the_weights(
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.slow
 def test_a_weight_that_is_packed_in_several_pieces_is_whole(name: str, library: NativeLibrary) -> None:
     kind, dtype, most = KINDS[name]
     weight, bias, x = random_inputs(9001, 20, 2, dtype)

@@ -86,6 +86,7 @@ def test_threads_change_no_bit(name: str, library: NativeLibrary) -> None:
 
 
 @pytest.mark.parametrize("name", WEIGHT_KINDS)
+@pytest.mark.slow
 def test_the_argmax_is_that_of_the_dequantized_weight(name: str, library: NativeLibrary) -> None:
     weight = random_weight(WEIGHT_KINDS[name], 263, 90, 32)
     for rows in (1, 4, 40):

@@ -302,6 +302,7 @@ def test_code_that_a_config_names_is_not_run(model_type: str, make: Callable[...
     assert not trace.exists()
 
 
+@pytest.mark.slow
 def test_scales_that_are_not_finite_load_but_are_never_answers(make: Callable[..., Path]) -> None:
     # Given a scale of NaN: the weights are as broken as the file says, and the engine fails the row
     scales = torch.full((6, 64), torch.nan, dtype=torch.float16)

@@ -68,6 +68,7 @@ def test_the_fake_device_refuses_the_same_calls_as_a_device() -> None:
             there.cpu()
 
 
+@pytest.mark.slow
 def test_a_copy_to_the_host_is_complete_once_it_was_waited_for_and_not_before() -> None:
     with fake_cuda() as device:
         transfer = make_transfer(DEVICE)

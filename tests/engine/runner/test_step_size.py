@@ -235,6 +235,7 @@ class TestOnADevice:
             (EngineConfig(cache=CacheConfig(gpu_memory_utilization=0.3)), {}, (128, 2048)),
         ],
     )
+    @pytest.mark.slow
     def test_settings_and_free_memory_change_the_choice(
         self, config: EngineConfig, given: dict[str, Any], want: tuple[int, int]
     ) -> None:

@@ -235,6 +235,7 @@ def run(requests: list[Request], vocab: int, steps: int, preempt_every: int | No
     return np.stack([tokens[-steps:] for tokens in known])
 
 
+@pytest.mark.slow
 def test_a_sequence_that_lost_its_row_goes_on_as_if_nothing_had_happened() -> None:
     """Penalty counts, masks and randomness after reassignment equal those of an uninterrupted run."""
     requests = mixed_requests(26, 97)

@@ -408,6 +408,7 @@ def test_a_closed_job_of_which_nothing_is_planned_ends_before_it_is_planned(
     assert again.rows is None, "a retry answers all of its input"
 
 
+@pytest.mark.slow
 def test_given_a_plan_under_way_when_its_job_is_cancelled_then_planning_ends_and_the_job_is_not_blamed(
     root: Root,
 ) -> None:
@@ -421,6 +422,7 @@ def test_given_a_plan_under_way_when_its_job_is_cancelled_then_planning_ends_and
     assert (failures(root, "endless"), planner.tried) == ([], 1)
 
 
+@pytest.mark.slow
 def test_given_a_segment_that_is_committed_just_when_planning_is_cancelled_then_each_row_gets_a_result(
     root: Root,
 ) -> None:

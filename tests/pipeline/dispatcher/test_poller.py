@@ -95,6 +95,7 @@ def dispatcher(world: World, together: ThreadPoolExecutor | None = None) -> Disp
     return Dispatcher(world, MemoryQueue(), beats, settings=settings, together=together)
 
 
+@pytest.mark.slow
 def test_given_a_slow_store_many_requests_run_concurrently(store: SlowStore, world: World) -> None:
     ledgers = [planned(world, f"job-{number}", 12) for number in range(3)]
     for ledger in ledgers:

@@ -235,6 +235,7 @@ def test_given_an_idle_job_when_something_happens_then_it_is_announced_a_tenth_o
     assert publisher.poll() == 1
 
 
+@pytest.mark.slow
 def test_given_a_result_larger_than_a_message_when_sent_then_the_message_has_the_results_location(
     harness: KafkaHarness,
 ) -> None:
@@ -250,6 +251,7 @@ def test_given_a_result_larger_than_a_message_when_sent_then_the_message_has_the
     assert headers["result_id"].decode() == result_id(ledger.name, 0)
 
 
+@pytest.mark.slow
 def test_given_brokers_that_do_not_answer_when_results_are_sent_then_it_fails_and_nothing_is_marked(
     harness: KafkaHarness,
 ) -> None:
@@ -285,6 +287,7 @@ def test_given_a_job_of_another_ingest_source_with_all_jobs_then_it_and_its_canc
     assert events[1].at == job.created_at, "it says when it happened, not when it was sent"
 
 
+@pytest.mark.slow
 def test_given_two_publishers_that_contend_for_a_lease_when_one_ends_then_the_other_goes_on_and_nothing_is_sent_twice(
     harness: KafkaHarness, redis_server: RedisServer, tmp_path: Path
 ) -> None:

@@ -141,6 +141,7 @@ def test_the_status_has_workers_models_and_the_callers_own_backlog(tmp_path: Pat
         assert received[own]["latency_bounds"] == list(LATENCY_BOUNDS)
 
 
+@pytest.mark.slow
 def test_the_status_has_the_number_of_waiting_requests(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness, harness.http() as http:
 

@@ -176,6 +176,7 @@ def test_given_an_object_that_changed_after_it_was_pinned_when_it_is_looked_at_t
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_an_object_stored_by_ingest_may_be_pinned_by_its_hash(
     server: S3Server, bucket: str, s3: S3Connection, versioned: bool
 ) -> None:

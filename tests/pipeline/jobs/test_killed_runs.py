@@ -89,6 +89,7 @@ def test_given_kills_at_any_moment_when_the_run_is_repeated_then_it_ends_whole(t
     assert not list(out.glob(".tmp*")), "temporaries of the killed runs are swept"
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_while_the_first_lives(tmp_path: Path, source: Path) -> None:
     out = tmp_path / "out"
     first = FORK.Process(target=run_a_job, args=(out, source), kwargs={"permits": FORK.Semaphore(0)})

@@ -146,6 +146,7 @@ def test_a_worker_that_falls_silent_gets_no_more_and_only_its_prefixes_move(setu
         assert worker in ("w3", after)
 
 
+@pytest.mark.slow
 def test_heartbeats_are_read_on_a_thread_of_their_own_until_it_is_stopped(setup: Setup) -> None:
     stop, reads = threading.Event(), setup.beats.reads
     reading = threading.Thread(target=setup.router.run, args=(stop,))

@@ -214,6 +214,7 @@ def test_a_server_that_stands_still_fails_every_call_in_time(redis_server: Redis
 # -- other programs' data, and what is left
 
 
+@pytest.mark.slow
 def test_what_is_no_request_or_event_is_counted_and_passed_over(lane: RedisLane, raw: Any, prefix: str) -> None:
     worker = lane.worker("w")
     another = b'{"id": "r9", "model": "another", "body": {}}'
@@ -232,6 +233,7 @@ def test_what_is_no_request_or_event_is_counted_and_passed_over(lane: RedisLane,
     assert lane.unreadable == 1
 
 
+@pytest.mark.slow
 def test_every_key_runs_out(open_lane: OpenRedisLane, raw: Any, prefix: str) -> None:
     lane = open_lane(LaneSettings(worker_timeout_seconds=0.3, default_deadline_seconds=0.8, retention_seconds=0.3))
     worker = lane.worker("w")

@@ -35,6 +35,7 @@ def root(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_rules_are_stored_shown_and_removed(root: Path, tmp_path: Path, tokenmill: Any) -> None:
     def route(*arguments: Any, code: int = 0) -> Any:
         done = tokenmill("models", "route", *arguments, "--root", root)
@@ -69,6 +70,7 @@ def test_rules_are_stored_shown_and_removed(root: Path, tmp_path: Path, tokenmil
         ("#" * (MAX_BYTES + 1), "bytes; make it shorter"),
     ],
 )
+@pytest.mark.slow
 def test_a_file_with_a_mistake_is_refused_with_its_place(
     root: Path, tmp_path: Path, tokenmill: Any, text: str, why: str
 ) -> None:

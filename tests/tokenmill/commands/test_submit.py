@@ -106,6 +106,7 @@ def test_a_folder_gets_the_file_whole_with_its_options_and_the_id_is_the_jobs(
     assert Path(jobs[1].input.files[0].uri).read_bytes() == source.read_bytes()
 
 
+@pytest.mark.slow
 def test_watching_ends_with_the_job(world: World, source: Path, tokenmill: Any) -> None:
     ingest, beats = folder_ingest(world), MemoryHeartbeats(world.clock, 10.0)
     dispatcher = Dispatcher(world, MemoryQueue(), beats, settings=DispatchSettings())
@@ -125,6 +126,7 @@ def test_watching_ends_with_the_job(world: World, source: Path, tokenmill: Any) 
     assert "5 expired or cancelled" in ended.err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_refused_file_ends_the_watching_with_its_dead_letter(world: World, source: Path, tokenmill: Any) -> None:
     ingest = folder_ingest(world)
 

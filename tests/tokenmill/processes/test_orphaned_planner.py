@@ -129,6 +129,7 @@ def test_given_a_planner_that_outlives_its_run_when_started_anew_then_the_plan_i
     assert [(segment.first_row, segment.end_row) for segment in segments] == [(0, 4), (4, 8), (8, 10)]
 
 
+@pytest.mark.slow
 def test_given_a_run_that_lives_when_run_again_then_it_is_refused_soon(folder: Path) -> None:
     with RunLock(folder), pytest.raises(OutputLocked, match=rf"another run \(pid {os.getpid()} on "), RunLock(folder):
         pytest.fail("both got in")

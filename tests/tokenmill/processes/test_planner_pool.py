@@ -346,6 +346,7 @@ def test_given_a_stopped_planner_when_its_job_is_cancelled_then_it_is_killed_wit
     assert not pool.pids
 
 
+@pytest.mark.slow
 def test_given_a_planner_that_is_stopped_before_it_has_its_job_when_that_is_cancelled_then_it_is_killed(
     root: Root, pool: PlannerPool, tmp_path: Path
 ) -> None:

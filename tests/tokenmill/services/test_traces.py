@@ -275,6 +275,7 @@ def check_logs(harness: Harness) -> None:
             assert [one for one in within_span if len(one.get("trace_id", "")) == 32], (command, within_span)
 
 
+@pytest.mark.slow
 def test_given_an_unreachable_collector_then_remaining_spans_are_discarded_in_time(
     receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

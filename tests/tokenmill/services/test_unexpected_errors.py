@@ -203,6 +203,7 @@ def test_given_an_unexpected_error_then_its_part_is_restarted(
     assert sum(float(str(value)) for value in samples.values["tokenmill_unexpected_errors_total"].values()) == 1
 
 
+@pytest.mark.slow
 def test_given_interactive_tasks_when_one_poll_fails_then_the_next_one_works(
     root: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:

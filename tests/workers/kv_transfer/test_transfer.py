@@ -145,6 +145,7 @@ def test_a_server_that_ends_serves_what_it_has_just_offered() -> None:
     assert same(found, NAMES)
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_cuts_its_transfers_off() -> None:
     begun, may_go_on = threading.Event(), threading.Event()
 
@@ -302,12 +303,14 @@ def test_a_machine_that_cannot_be_reached_is_not_tried_again_at_once(monkeypatch
     assert client.fetched.failed == 4
 
 
+@pytest.mark.slow
 def test_a_fetch_that_waited_too_long_begins_no_transfer() -> None:
     client = BlockClient(5.0)
     with serving() as server:
         assert client.fetch(offer(server), EXPECTED, wire.Deadline(0.0)) == []
 
 
+@pytest.mark.slow
 def test_a_client_that_is_closed_leaves_its_transfers() -> None:
     may_end, begun = threading.Event(), threading.Event()
     client = BlockClient(20.0, use_shared_memory=False)

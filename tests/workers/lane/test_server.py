@@ -231,6 +231,7 @@ def loaded(model_folder: Path) -> LoadedModel:
     return LoadedModel.load(model_folder, name="tiny", config=config)
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_same_rows_and_the_text_comes_in_pieces(
     loaded: LoadedModel, kit: Any, lane: MemoryLane, work: Any
 ) -> None:
@@ -255,6 +256,7 @@ def test_answers_are_those_of_the_same_rows_and_the_text_comes_in_pieces(
 
 
 @pytest.mark.parametrize("number", range(10))
+@pytest.mark.slow
 def test_an_attempt_resumes_after_the_tokens_of_another(
     loaded: LoadedModel, kit: Any, lane: MemoryLane, work: Any, number: int
 ) -> None:
@@ -281,6 +283,7 @@ def test_an_attempt_resumes_after_the_tokens_of_another(
             assert text_of(first, choice).endswith(text[choice])
 
 
+@pytest.mark.slow
 def test_a_copy_without_a_seed_is_sampled_as_its_original(
     loaded: LoadedModel, kit: Any, lane: MemoryLane, work: Any
 ) -> None:
@@ -306,6 +309,7 @@ def test_a_copy_without_a_seed_is_sampled_as_its_original(
         ({"prompt": [399, 400]}, COMPLETIONS, "invalid_request", 400),
     ],
 )
+@pytest.mark.slow
 def test_a_request_is_refused_as_a_row_would_be(
     host: Any, lane: MemoryLane, work: Any, body: dict[str, Any], url: str, code: str, status: int
 ) -> None:
@@ -316,6 +320,7 @@ def test_a_request_is_refused_as_a_row_would_be(
     assert (last.code, last.status) == (code, status), last.message
 
 
+@pytest.mark.slow
 def test_tokens_that_no_model_has_are_refused(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
     model, _ = host()
     work(model)
@@ -324,6 +329,7 @@ def test_tokens_that_no_model_has_are_refused(host: Any, kit: Any, lane: MemoryL
     assert last.code == "invalid_request"
 
 
+@pytest.mark.slow
 def test_a_standard_request_is_admitted_in_the_next_step_although_bulk_fills_the_batch(
     host: Any, kit: Any, lane: MemoryLane, work: Any
 ) -> None:
@@ -345,6 +351,7 @@ def test_a_standard_request_is_admitted_in_the_next_step_although_bulk_fills_the
     assert worker.sink.released == [1], "the shard is released, not lost"
 
 
+@pytest.mark.slow
 def test_a_flood_of_one_tenant_does_not_delay_another_tenants_chat(
     host: Any, kit: Any, lane: MemoryLane, work: Any
 ) -> None:
@@ -368,6 +375,7 @@ def test_a_flood_of_one_tenant_does_not_delay_another_tenants_chat(
         lane.cancel(request(model, {}, f"flood {number}", tenant="a"))
 
 
+@pytest.mark.slow
 def test_a_request_that_is_slow_to_prepare_holds_up_its_own_tenant_only(
     host: Any, kit: Any, lane: MemoryLane, work: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,6 +400,7 @@ def test_a_request_that_is_slow_to_prepare_holds_up_its_own_tenant_only(
         wait_until(lambda name=name: isinstance((lane.read({name: START}, 0) or [None])[-1], EndEvent))
 
 
+@pytest.mark.slow
 def test_unprepared_requests_are_handed_back_when_the_worker_ends(
     host: Any, kit: Any, lane: MemoryLane, work: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -431,6 +440,7 @@ def test_many_are_answered_at_once(host: Any, kit: Any, lane: MemoryLane, work: 
     assert [found[one.id] for one in requests] == alone
 
 
+@pytest.mark.slow
 def test_a_burst_is_left_to_others_in_part_although_the_batch_has_room(
     host: Any, kit: Any, lane: MemoryLane, work: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -453,6 +463,7 @@ def test_a_burst_is_left_to_others_in_part_although_the_batch_has_room(
 
 
 @pytest.mark.parametrize("serving", [LaneServing(emit_interval_seconds=0.01), LaneServing(emit_interval_seconds=60.0)])
+@pytest.mark.slow
 def test_a_cancel_frees_the_engine(host: Any, kit: Any, lane: MemoryLane, work: Any, serving: LaneServing) -> None:
     # Given a worker that emits often and seldom renews its holds, or the other way round, when a caller disconnects,
     model, runner = host(step_seconds=0.01)
@@ -472,6 +483,7 @@ def test_a_cancel_frees_the_engine(host: Any, kit: Any, lane: MemoryLane, work: 
     assert isinstance(events_of(lane, request(model, kit.chat(max_tokens=3), "r2"))[-1], EndEvent)
 
 
+@pytest.mark.slow
 def test_a_request_whose_events_take_long_does_not_delay_the_holds(
     host: Any, kit: Any, lane: MemoryLane, work: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -504,6 +516,7 @@ def test_a_request_whose_events_take_long_does_not_delay_the_holds(
     assert (type(received[-1]), received[-1].attempt) == (EndEvent, 1)
 
 
+@pytest.mark.slow
 def test_a_request_that_waits_is_not_asked_for_tokens(
     host: Any, kit: Any, lane: MemoryLane, work: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -526,6 +539,7 @@ def test_a_request_that_waits_is_not_asked_for_tokens(
     assert max(len(only) for only in asked) <= 2
 
 
+@pytest.mark.slow
 def test_behind_its_deadline_a_request_ends_with_an_error(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
     model, _ = host(step_seconds=0.02)
     work(model)
@@ -565,6 +579,7 @@ def test_a_stopped_worker_finishes_requests_within_its_grace_and_hands_back_the_
     assert isinstance(events_of(lane, request(one, kit.chat("late", max_tokens=3), "late"))[-1], EndEvent)
 
 
+@pytest.mark.slow
 def test_given_a_worker_that_falls_silent_another_answers(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
     model, _ = host()
     silent = lane.worker("silent")
@@ -578,6 +593,7 @@ def test_given_a_worker_that_falls_silent_another_answers(host: Any, kit: Any, l
     assert {event.attempt for event in events} == {1, 2}
 
 
+@pytest.mark.slow
 def test_a_failed_step_costs_a_request_nothing_and_one_that_fails_again_ends_with_an_error(
     host: Any, kit: Any, lane: MemoryLane, work: Any
 ) -> None:
@@ -597,6 +613,7 @@ def test_a_failed_step_costs_a_request_nothing_and_one_that_fails_again_ends_wit
     assert isinstance(events_of(lane, request(model, kit.chat("good"), "r3"))[-1], EndEvent)
 
 
+@pytest.mark.slow
 def test_rows_of_shards_survive_a_request_that_breaks_steps(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
     model, runner = host(step_seconds=0.002)
     poison = model.tokenizer.encode_batch(["poison"], add_special_tokens=False)[0].tolist()
@@ -610,6 +627,7 @@ def test_rows_of_shards_survive_a_request_that_breaks_steps(host: Any, kit: Any,
     assert [row.completion_tokens for row in worker.sink.parts[1]] == [60] * 6
 
 
+@pytest.mark.slow
 def test_given_an_engine_that_fails_with_everything_the_worker_ends_and_another_answers(
     host: Any, kit: Any, lane: MemoryLane, work: Any
 ) -> None:
@@ -630,6 +648,7 @@ def test_given_an_engine_that_fails_with_everything_the_worker_ends_and_another_
     assert response(lane_events)["usage"]["completion_tokens"] == 5
 
 
+@pytest.mark.slow
 def test_an_idle_worker_answers_at_once_and_burns_no_processor(
     host: Any, kit: Any, lane: MemoryLane, work: Any
 ) -> None:
@@ -706,6 +725,7 @@ def test_an_answer_that_is_computed_again_with_other_tokens_is_an_error(host: An
         assert "other tokens than those that were sent" in error.message
 
 
+@pytest.mark.slow
 def test_an_unexpected_exception_of_a_thread_ends_the_worker_and_its_requests_are_handed_back(
     host: Any, kit: Any, lane: MemoryLane
 ) -> None:

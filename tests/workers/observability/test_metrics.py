@@ -118,6 +118,7 @@ def test_waiting_rows_are_reported_by_tier(kit: Any, model: LoadedModel, heartbe
     assert used[-1] == 0
 
 
+@pytest.mark.slow
 def test_requests_of_the_lane_count_with_their_tier(
     kit: Any, model: LoadedModel, heartbeat_each_iteration: None
 ) -> None:

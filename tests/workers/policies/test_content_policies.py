@@ -105,6 +105,7 @@ def check_growing(judge: PolicyGuard, regexes: Sequence[str], text: str, cuts: S
     cuts=st.lists(st.integers(0, 40), max_size=12),
     regexes=st.lists(st.sampled_from(BOUNDED), min_size=1, max_size=3, unique=True),
 )
+@pytest.mark.slow
 def test_a_stream_is_judged_as_the_whole_text_however_it_is_cut(
     tmp_path_factory: pytest.TempPathFactory, text: str, cuts: list[int], regexes: list[str]
 ) -> None:

@@ -93,6 +93,7 @@ def test_given_a_stopped_guard_then_rows_end_as_the_file_says(
 
 @pytest.mark.parametrize("how", ["open", "closed"])
 @pytest.mark.parametrize("side", ["prompt", "answer"])
+@pytest.mark.slow
 def test_given_a_guard_that_hangs_then_each_request_ends_as_the_file_says(
     model: LoadedModel, load: Load, server: ScriptedGuard, kit: Any, how: str, side: str
 ) -> None:
@@ -153,6 +154,7 @@ def test_given_a_refused_answer_then_its_stream_has_none_of_its_text(model: Load
 
 
 @pytest.mark.parametrize("side", ["prompt", "answer"])
+@pytest.mark.slow
 def test_given_a_guard_that_is_away_for_a_while_then_rows_of_jobs_wait_and_are_judged(
     model: LoadedModel, load: Load, server: ScriptedGuard, kit: Any, side: str
 ) -> None:
@@ -182,6 +184,7 @@ def test_given_a_guard_that_stays_away_then_rows_fail_after_the_time_of_its_file
     assert is_probed(server)
 
 
+@pytest.mark.slow
 def test_given_texts_that_take_a_guard_too_long_then_they_fail_and_the_others_do_not_wait(
     model: LoadedModel, load: Load, server: ScriptedGuard, kit: Any
 ) -> None:

@@ -128,6 +128,7 @@ def choices_of(row: Any) -> list[Any]:
     return openai.types.chat.ChatCompletion.model_validate_json(row.response).choices
 
 
+@pytest.mark.slow
 def test_every_answer_follows_its_schema(model: LoadedModel, answer: Any, kit: Any) -> None:
     bodies = [
         kit.chat(

@@ -175,6 +175,7 @@ def test_a_character_behind_many_broken_bytes_is_streamed_whole(kits: dict[str, 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=40) | st.lists(st.sampled_from(PIECES), max_size=8).map("".join))
+@pytest.mark.slow
 def test_whole_texts_equal_the_tokenizer_librarys(kits: dict[str, Tokenizer], kind: str, text: str) -> None:
     tokenizer = kits[kind]
     (ids,) = tokenizer.encode_batch([text], add_special_tokens=False)

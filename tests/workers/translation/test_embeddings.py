@@ -315,6 +315,7 @@ def test_an_engine_that_always_fails_is_broken(embedding_model: Path, answer: An
 # -- on the lane
 
 
+@pytest.mark.slow
 def test_requests_on_the_lane_get_the_same_vectors(embeds: LoadedModel, answer: Any, kit: Any) -> None:
     lane = MemoryLane(SystemClock())
     stop = threading.Event()

@@ -158,6 +158,7 @@ def test_prompt_logprobs_are_those_of_an_echo(loaded: LoadedModel, kit: Any) -> 
     assert list(of_chat[1]) != [str(ids[0])]
 
 
+@pytest.mark.slow
 def test_in_a_small_pool_the_answers_are_the_same(model_folder: Path, loaded: LoadedModel, kit: Any) -> None:
     bodies = [kit.completion(PROMPTS, n=2, seed=at, temperature=1.0, max_tokens=70, ignore_eos=True) for at in (1, 2)]
     small = LoadedModel.load(

@@ -188,6 +188,7 @@ def test_a_grammar_for_calls_lets_ordinary_tokens_spell_a_marker_that_is_a_speci
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("text", [CALLED, CALLED.replace("\\_", "\n"), CALLED.replace("\\_", "\\ud800")])
+@pytest.mark.slow
 def test_given_a_call_whose_name_is_not_json_then_the_caller_gets_it_as_content_and_the_worker_continues(
     host: Any, kit: Any, text: str, special: bool
 ) -> None:
@@ -218,6 +219,7 @@ def plant_failure(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, when: 
     monkeypatch.setattr(where, name, fails)
 
 
+@pytest.mark.slow
 def test_given_tokens_that_cant_be_emitted_then_the_request_ends_with_an_error_and_leaves_the_engine(
     host: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +264,7 @@ def test_given_a_row_with_an_unexpected_exception_then_it_fails_and_the_job_cont
     assert "badly" not in repr(logs)
 
 
+@pytest.mark.slow
 def test_given_a_request_with_an_unexpected_exception_then_it_ends_with_an_error_and_the_next_is_answered(
     host: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,6 +200,7 @@ with RunLock(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_while_the_first_lives_and_let_in_when_it_was_killed(tmp_path: Path) -> None:
     first = subprocess.Popen(
         [sys.executable, "-c", HOLD_LOCK, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

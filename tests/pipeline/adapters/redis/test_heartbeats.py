@@ -111,6 +111,7 @@ def test_a_server_that_stood_still_fails_in_time_and_counts_anew(
     assert beats.workers() == [W]
 
 
+@pytest.mark.slow
 def test_a_short_pause_changes_nothing(redis_server: RedisServer, open_heartbeats: OpenHeartbeats) -> None:
     beats = open_heartbeats(60.0)
     record_for(beats, 0.8)
@@ -191,6 +192,7 @@ def test_invalid_metrics_are_ignored_and_counted(
     assert beats.unreadable == len(invalid)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_workers_that_are_gone_for_long(
     redis_server: RedisServer, open_heartbeats: Callable[[float], RedisHeartbeats], prefix: str
 ) -> None:

@@ -125,6 +125,7 @@ def test_given_a_server_that_ignores_the_condition_for_uploads_in_parts_then_the
 
 
 @pytest.mark.parametrize("found", [None, "other"])
+@pytest.mark.slow
 def test_given_a_conflict_of_writers_then_the_write_is_repeated_until_an_object_stands(
     proxy: FaultyHttp, s3_server: MotoServer, bucket: str, tmp_path: Path, found: str | None
 ) -> None:

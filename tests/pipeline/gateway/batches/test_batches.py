@@ -40,6 +40,7 @@ def begin(client: OpenAI, content: bytes, **more: Any) -> Batch:
     return client.batches.create(input_file_id=file.id, **fields)
 
 
+@pytest.mark.slow
 def test_the_whole_life_of_a_batch(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness:
         client = harness.client()
@@ -244,6 +245,7 @@ def test_jobs_of_other_ingest_sources_are_listed_as_batches(tmp_path: Path) -> N
             client.batches.retrieve("job-b")
 
 
+@pytest.mark.slow
 def test_output_files_are_written_by_another_gateway_after_a_crash(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, finalize=False) as harness:
         client = harness.client()
@@ -265,6 +267,7 @@ def test_output_files_are_written_by_another_gateway_after_a_crash(tmp_path: Pat
         assert {info.key: store.read(info.key) for info in store.list("files/")} == before
 
 
+@pytest.mark.slow
 def test_results_expire_after_the_requested_lifetime(tmp_path: Path) -> None:
     life = {"anchor": "created_at", "seconds": 3_600}
     with run_http_harness(tmp_path) as harness:

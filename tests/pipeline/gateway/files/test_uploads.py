@@ -235,6 +235,7 @@ def test_files_of_each_format_can_be_uploaded(tmp_path: Path) -> None:
         assert "can't be decompressed as gzip" in str(failed.errors.data[0].message)
 
 
+@pytest.mark.slow
 def test_expired_files_are_removed_unless_an_open_batch_reads_them(tmp_path: Path) -> None:
     life: Any = {"anchor": "created_at", "seconds": 3_600}
     with run_http_harness(tmp_path, permits=0) as harness:

@@ -51,6 +51,7 @@ def exchange(connection: socket.socket, request: bytes) -> tuple[int, dict[str, 
     return int(first.split()[1]), headers, json.loads(body)
 
 
+@pytest.mark.slow
 def test_a_response_body_is_sent_before_its_headers_are_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +210,7 @@ def test_a_too_large_message_is_refused_before_its_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "beginning", [b"\x81\xa0abcd" + b"x" * 5, b"\x01\x81abcdx"], ids=["of a frame", "of fragments"]
 )
+@pytest.mark.slow
 def test_an_incomplete_message_times_out(tmp_path: Path, beginning: bytes) -> None:
     with (
         run_http_harness(tmp_path, settings=GatewayOptions(idle_seconds=0.5)) as harness,

@@ -262,6 +262,7 @@ def test_a_slow_reader_that_makes_progress_is_not_disconnected(tmp_path: Path) -
         assert received.count(b"x" * 20_000) == 20
 
 
+@pytest.mark.slow
 def test_an_interrupted_stream_can_be_resumed(harness: HttpHarness) -> None:
     harness.worker.pause = 0.01
     body = {
@@ -312,6 +313,7 @@ def test_clients_see_no_event_in_a_keep_alive() -> None:
         assert [event.data for event in decoder.iter_bytes(iter(stream))] == ["{}", "{}"]
 
 
+@pytest.mark.slow
 def test_a_silent_stream_sends_keep_alives_and_times_out(tmp_path: Path) -> None:
     with (
         run_http_harness(
@@ -373,6 +375,7 @@ def test_the_same_events_over_a_websocket(harness: HttpHarness) -> None:
     assert json.loads(refused.value.response.body)["error"]["code"] == "invalid_api_key"
 
 
+@pytest.mark.slow
 def test_shutdown_drains_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, settings=GatewayOptions(drain_seconds=1.0)) as harness, harness.http() as http:
         harness.worker.pause = 0.02
@@ -423,6 +426,7 @@ def refused_at_length(url: str) -> bytes:
     return answer
 
 
+@pytest.mark.slow
 def test_requests_cut_off_by_shutdown_are_cancelled_at_the_worker(tmp_path: Path) -> None:
     inference = InferenceSettings(caps={Tier.INTERACTIVE: 100_000})
     with run_http_harness(tmp_path, settings=GatewayOptions(drain_seconds=0.3), inference=inference) as harness:

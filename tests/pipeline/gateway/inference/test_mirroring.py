@@ -226,6 +226,7 @@ def test_a_request_that_names_a_version_gets_it(harness: HttpHarness) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.slow
 def test_a_candidate_that_does_not_begin_is_replaced_and_counts_as_lost(harness: HttpHarness, stream: bool) -> None:
     release = begin(harness, ALL, canary=True)
     assert ask(harness, stream=stream) == words(4)

@@ -66,6 +66,7 @@ def lane_request(name: str) -> Any:
 
 
 @pytest.mark.parametrize("harness", [{"shed": True}], indirect=True)
+@pytest.mark.slow
 def test_a_request_that_would_be_late_is_refused_with_the_time_until_a_retry(harness: HttpHarness) -> None:
     refresh(harness)
     assert chat(harness.client()).parse().usage.completion_tokens == 3

@@ -79,6 +79,7 @@ def test_the_same_request_is_computed_once(harness: HttpHarness) -> None:
     assert len(harness.worker.requests) == before
 
 
+@pytest.mark.slow
 def test_another_request_tenant_or_model_has_its_own_cache_entry(harness: HttpHarness) -> None:
     cached_response(harness)
     before = len(harness.worker.requests)

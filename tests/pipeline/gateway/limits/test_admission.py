@@ -471,6 +471,7 @@ def test_a_retry_counts_as_a_job(tmp_path: Path, limited: str) -> None:
         client.batches.cancel(made.id)
 
 
+@pytest.mark.slow
 def test_requests_above_the_concurrency_bound_get_openai_errors(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, settings=GatewayOptions(max_concurrent_requests=2)) as harness:
         harness.worker.stop_taking()

@@ -115,6 +115,7 @@ def test_a_caller_with_the_end_of_a_response_can_send_its_next_request_at_once(
             again(http)
 
 
+@pytest.mark.slow
 def test_a_cached_response_holds_a_slot_only_while_it_is_sent(harness: HttpHarness) -> None:
     request = body(temperature=0, tokenmill={"cache": True})
     with harness.http() as http:
@@ -130,6 +131,7 @@ def test_a_cached_response_holds_a_slot_only_while_it_is_sent(harness: HttpHarne
         stream_until(b"[DONE]", temperature=0, tokenmill={"cache": True})(http)
 
 
+@pytest.mark.slow
 def test_unused_tokens_are_released_with_the_response(harness: HttpHarness) -> None:
     client = harness.client()
     left = []

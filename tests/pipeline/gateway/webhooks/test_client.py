@@ -53,6 +53,7 @@ def test_private_networks_are_not_contacted(receiver: Receiver, host: str) -> No
     assert asyncio.run(Sender(allow_private=True).post(endpoint(receiver.url()), {}, b"{}")) == 200
 
 
+@pytest.mark.slow
 def test_a_failed_delivery_has_a_reason_within_the_time_out(receiver: Receiver) -> None:
     def why(url: str) -> str:
         with pytest.raises(NotDelivered) as error:

@@ -98,6 +98,7 @@ def test_each_final_status_is_sent_to_its_subscribers(tmp_path: Path, receiver: 
     }
 
 
+@pytest.mark.slow
 def test_a_retried_batch_sends_a_webhook_too(tmp_path: Path, receiver: Receiver) -> None:
     noticed = IntakeSettings(noticed=frozenset({"default"}))
     with (
@@ -115,6 +116,7 @@ def test_a_retried_batch_sends_a_webhook_too(tmp_path: Path, receiver: Receiver)
     assert delivered == [("batch.cancelled", first.id), ("batch.completed", second["id"])]
 
 
+@pytest.mark.slow
 def test_an_event_is_delivered_unchanged_when_a_dead_receiver_recovers(
     harness: HttpHarness, receiver: Receiver
 ) -> None:

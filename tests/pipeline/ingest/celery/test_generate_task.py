@@ -282,6 +282,7 @@ def test_without_an_answer_in_time_the_task_ends_with_a_timeout_error(make_harne
     assert task.body["error"]["code"] == "request_timeout"
 
 
+@pytest.mark.slow
 def test_an_answer_that_cant_be_stored_is_retried_until_it_can(make_harness: Any) -> None:
     harness = make_harness()
     task = WaitingTask()

@@ -200,6 +200,7 @@ def test_the_same_task_delivered_thrice_and_at_two_workers_at_once_is_one_job(ha
     assert harness.run_task("submit", requests(3)) != first
 
 
+@pytest.mark.slow
 def test_a_task_whose_worker_died_is_delivered_again_and_other_programs_tasks_stay(
     harness: CeleryHarness,
 ) -> None:
@@ -279,6 +280,7 @@ def test_the_queue_determines_the_tenant_and_nothing_in_a_message_does(harness: 
     assert JobLedger(harness.world.store, f"jobs/{sent.get(timeout=HANG_SECONDS)}/").job().tenant == "acme"
 
 
+@pytest.mark.slow
 def test_without_room_the_task_is_retried_and_finally_the_caller_gets_the_error(harness: CeleryHarness) -> None:
     full = IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=0.05)
     harness.ingest(intake=full, max_attempts=4)
@@ -296,6 +298,7 @@ def test_without_room_the_task_is_retried_and_finally_the_caller_gets_the_error(
     assert waiting.get(timeout=HANG_SECONDS) != first
 
 
+@pytest.mark.slow
 def test_a_waiting_task_can_be_revoked(harness: CeleryHarness) -> None:
     harness.ingest(intake=IntakeSettings(max_tenant_tokens=1, refresh_interval_seconds=0.05), max_attempts=1_000)
     first = harness.run_task("submit", requests(5))
@@ -390,6 +393,7 @@ def test_ingest_survives_a_restart_of_its_broker(harness: CeleryHarness, redis_s
         assert later in harness.jobs()
 
 
+@pytest.mark.slow
 def test_a_broker_that_hangs_is_given_up_and_found_again(harness: CeleryHarness, redis_server: RedisServer) -> None:
     harness.ingest(timeout_seconds=0.5)
     harness.run_task("submit", requests(1))
@@ -433,6 +437,7 @@ def answered_over_stalls(harness: CeleryHarness, results: RedisServer) -> str:
     return job
 
 
+@pytest.mark.slow
 def test_ingest_can_be_stopped_while_its_broker_is_away(harness: CeleryHarness, redis_server: RedisServer) -> None:
     redis_server.kill()
     harness.ingest()
@@ -454,6 +459,7 @@ def test_a_pickle_is_never_read_and_the_processs_own_celery_is_let_be(harness: C
     assert before.conf.broker_url == its_broker
 
 
+@pytest.mark.slow
 def test_an_address_that_cant_be_used_is_refused_at_once(harness: CeleryHarness) -> None:
     for url, why in ("nosuch://x:pw@host/", "no such transport"), ("memory://", "keeps no results"):
         harness.url = url

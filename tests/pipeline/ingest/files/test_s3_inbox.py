@@ -289,6 +289,7 @@ def test_given_a_refused_message_when_it_is_replayed_then_it_is_on_the_queue_aga
     assert len(harness.dead_letters()) == 2, "refused again: a message of its own"
 
 
+@pytest.mark.slow
 def test_given_a_tenant_without_room_when_events_come_then_the_queue_is_not_polled(
     harness: NotifiedInboxHarness,
 ) -> None:
@@ -329,6 +330,7 @@ def test_given_work_that_takes_longer_than_messages_stay_hidden_when_others_look
     assert len(harness.jobs()) == 1
 
 
+@pytest.mark.slow
 def test_given_an_intake_that_dies_before_it_deletes_the_message_when_another_comes_then_it_is_one_job(
     harness: NotifiedInboxHarness,
 ) -> None:
@@ -348,6 +350,7 @@ def versioned(harness: NotifiedInboxHarness) -> NotifiedInboxHarness:
     return harness
 
 
+@pytest.mark.slow
 def test_given_a_versioned_bucket_when_a_file_is_replaced_before_its_event_comes_then_both_versions_are_jobs(
     versioned: NotifiedInboxHarness,
 ) -> None:
@@ -417,6 +420,7 @@ def test_given_an_announced_sidecar_that_never_comes_when_the_wait_is_over_then_
     assert job.tier == "bulk"
 
 
+@pytest.mark.slow
 def test_given_two_inboxes_in_one_bucket_when_files_come_then_the_prefix_determines_the_tenant(
     harness: NotifiedInboxHarness,
 ) -> None:

@@ -60,6 +60,7 @@ class SlowStore:
         return self._store.create(key, data)
 
 
+@pytest.mark.slow
 def test_given_records_of_several_kinds_when_they_come_then_each_kind_is_a_job_and_offsets_follow(
     harness: KafkaHarness,
 ) -> None:
@@ -110,6 +111,7 @@ def test_given_two_consumers_that_both_think_the_partition_theirs_when_they_read
     assert [first for first, _ in ends] == [0, *(last + 1 for _, last in ends[:-1])], "batches overlap or leave gaps"
 
 
+@pytest.mark.slow
 def test_given_poison_when_it_comes_between_good_records_then_it_is_a_dead_letter_and_the_others_are_taken(
     harness: KafkaHarness,
 ) -> None:
@@ -237,6 +239,7 @@ def test_given_a_log_that_was_cut_when_the_client_goes_back_then_ingest_begins_a
     assert harness.committed(0) == 10
 
 
+@pytest.mark.slow
 def test_given_a_topic_made_anew_under_the_old_epoch_when_it_is_read_then_its_records_are_not_taken_for_the_old_ones(
     harness: KafkaHarness,
 ) -> None:

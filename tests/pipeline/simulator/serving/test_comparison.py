@@ -44,6 +44,7 @@ def test_requests_arrive_in_proportion_to_the_price() -> None:
     assert [one.report.requests for one in found] == [120, 140]
 
 
+@pytest.mark.slow
 def test_the_goodput_is_the_highest_rate_that_keeps_the_targets() -> None:
     compared = candidates(SETTINGS, PRICES, ONE)
     (found,) = compare_deployments(compared, SETTINGS, requests_per_second=1.0)

@@ -35,6 +35,7 @@ def make(folder: Path, prefix: str, *, ended: bool) -> str:
 
 
 @pytest.mark.parametrize("shape", ["a root", "a folder of output folders"])
+@pytest.mark.slow
 def test_given_jobs_when_active_ones_are_listed_then_those_that_have_ended_are_left_out(
     tokenmill: Cli, tmp_path: Path, shape: str
 ) -> None:

@@ -293,6 +293,7 @@ def test_given_something_that_cannot_run_when_it_is_run_then_the_error_is_one_li
     assert not (folder / "out").exists() or not list((folder / "out").rglob("*.parquet"))
 
 
+@pytest.mark.slow
 def test_given_an_output_in_use_when_run_then_it_is_never_taken_over(
     tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:

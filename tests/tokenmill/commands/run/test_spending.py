@@ -55,6 +55,7 @@ def test_given_a_limit_when_it_is_passed_then_no_further_shard_is_begun_and_a_re
     assert (again["status"], again["counts"]["succeeded"]) == ("completed", ROWS - ROWS_PER_PART)
 
 
+@pytest.mark.slow
 def test_given_a_tiny_limit_when_a_job_would_fit_one_shard_then_a_small_shard_measures_the_cost_and_the_job_ends(
     tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:

@@ -78,6 +78,7 @@ def check(rows: list[dict[str, Any]]) -> dict[str, int]:
     return ended
 
 
+@pytest.mark.slow
 def test_given_formats_and_tools_when_run_then_answers_follow_them_and_a_bad_schema_fails_its_row_only(
     tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results
 ) -> None:

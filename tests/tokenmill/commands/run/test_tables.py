@@ -161,6 +161,7 @@ def test_given_wrong_files_or_options_when_run_then_no_job_is_made_and_the_messa
         assert (ended.code, message in ended.error) == (2, True), ended.err
 
 
+@pytest.mark.slow
 def test_given_a_folder_with_another_job_when_run_then_only_fresh_replaces_it_and_its_table(
     run: Cli, files: Path
 ) -> None:
