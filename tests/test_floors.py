@@ -13,6 +13,7 @@ REPOSITORY = Path(__file__).parent.parent
 PACKAGES = {"tokenmill", "workers", "pipeline", "engine", "schemas"}
 
 
+@pytest.mark.slow
 def test_given_the_import_contracts_when_they_are_checked_then_all_are_kept() -> None:
     lint_imports = Path(sys.executable).parent / "lint-imports"
 
@@ -82,6 +83,7 @@ def test_given_the_wheel_when_it_is_compared_with_the_tree_then_no_module_is_mis
     assert here <= set(wheel.namelist())
 
 
+@pytest.mark.slow
 def test_given_the_wheel_when_its_metadata_is_read_then_licence_and_command_are_there(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     entry_points = next(name for name in names if name.endswith("entry_points.txt"))

@@ -83,6 +83,7 @@ def test_what_cant_be_installed_has_a_reason_and_torch_comes_before_all_else(tmp
     assert not (folder / "installed.json").exists()
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_is_ended(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="waiting: not done after 1 s"):
         run_step([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log", 1, "waiting")

@@ -110,6 +110,7 @@ def test_a_peer_that_fails_is_reported_and_not_run_again_while_the_others_contin
     assert (done[2].pairs, done[2].reason) == ([], "not installed")
 
 
+@pytest.mark.slow
 def test_a_peers_run_gives_its_rate_after_a_warm_up_that_shares_no_prefix(bench: Bench, tmp_path: Path) -> None:
     result = run_peer(bench, echo(tmp_path), Setting("best", "", "any", "bf16"), Path(sys.executable), tmp_path)
 
@@ -126,6 +127,7 @@ def test_a_peer_that_lacks_a_library_of_its_best_setting_has_no_result(bench: Be
         run_peer(bench, echo(tmp_path), best, Path(sys.executable), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_peer_that_makes_one_token_too_few_has_no_result(bench: Bench, tmp_path: Path) -> None:
     short = Setting("best", "", "any", "bf16", {"short": 1})
 

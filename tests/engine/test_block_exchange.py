@@ -73,6 +73,7 @@ def computed_prompt(engine: Engine, work: Request) -> tuple[Request, list[tuple[
         pytest.param("gpt-oss", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.slow
 def test_another_engine_continues_with_the_same_tokens(family: str, tiny_model: TinyModel) -> None:
     path = tiny_model(family)
     expected = answer(load(path, None), request())
@@ -90,6 +91,7 @@ def test_another_engine_continues_with_the_same_tokens(family: str, tiny_model: 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-next"])
+@pytest.mark.slow
 def test_blocks_that_the_engine_holds_need_no_import(family: str, tiny_model: TinyModel) -> None:
     path = tiny_model(family)
     work = request()
@@ -110,6 +112,7 @@ def test_blocks_that_the_engine_holds_need_no_import(family: str, tiny_model: Ti
     assert exchange(decode).num_cached(replace(handed_over, salt=b"another")) == 0
 
 
+@pytest.mark.slow
 def test_held_blocks_that_are_evicted_are_computed(tiny_model: TinyModel) -> None:
     path = tiny_model("llama")
     work = request()

@@ -73,6 +73,7 @@ def run_dry(engine: Engine, settings: EngineConfig, given: Iterable[Request]) ->
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("blocks", [None, 40])
+@pytest.mark.slow
 def test_given_requests_then_each_step_of_a_dry_run_equals_the_engines(
     family: str, blocks: int | None, tiny_model: TinyModel
 ) -> None:
@@ -93,6 +94,7 @@ def test_given_requests_then_each_step_of_a_dry_run_equals_the_engines(
     assert dry_run.cached_tokens <= predicted.prefix_hit_tokens
 
 
+@pytest.mark.slow
 def test_given_a_small_pool_then_a_dry_run_preempts_as_the_engine_does(tiny_model: TinyModel) -> None:
     settings = config(20, rows=8)
     # Answers that are longer than expected: more are admitted than the pool has room for

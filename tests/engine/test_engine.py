@@ -120,6 +120,7 @@ def test_prompt_logprobs_are_the_models_own(llama: Path, prompts: list[list[int]
 
 
 @pytest.mark.parametrize("num_blocks", [200, 40])
+@pytest.mark.slow
 def test_continuations_are_scored_on_a_cached_prefix(llama: Path, prompts: list[list[int]], num_blocks: int) -> None:
     # Given continuations of one prompt, of which only their own tokens' log-probabilities are asked for, and answers
     # beside them that need the blocks where there are few
@@ -165,6 +166,7 @@ def test_logprobs_of_an_answer_are_before_the_sampling_chain(llama: Path, prompt
     np.testing.assert_allclose(choice.logprobs.top, want.topk(2).values.numpy(), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_logprobs_survive_preemption(llama: Path, prompts: list[list[int]]) -> None:
     params = SamplingParams(max_tokens=20, temperature=0.0, logprobs=1, prompt_logprobs=1, ignore_eos=True)
     requests = [Request(str(i), as_token_ids(p), params, expected_tokens=1) for i, p in enumerate(prompts[:8])]

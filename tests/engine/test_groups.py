@@ -183,6 +183,7 @@ def test_a_member_that_is_refused_is_named_and_no_other_is_queued(
     assert tokens(complete(engine, group())["g"])
 
 
+@pytest.mark.slow
 def test_a_member_that_fails_fails_the_request_at_once(
     make: Callable[..., GroupEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ def preempted(path: Path, host_bytes: int | None, **changes: Any) -> tuple[dict[
         ),
     ],
 )
+@pytest.mark.slow
 def test_preempted_rows_load_their_blocks_and_answer_alike(
     family: str, changes: dict[str, Any], tiny_model: TinyModel
 ) -> None:

@@ -79,6 +79,7 @@ def files(folder: Path) -> list[Path]:
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())) or "default",
 )
+@pytest.mark.slow
 def test_a_later_engine_computes_none_of_the_prefix_and_answers_alike(
     family: str, changes: dict[str, Any], tiny_model: TinyModel, tmp_path: Path
 ) -> None:

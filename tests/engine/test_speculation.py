@@ -309,6 +309,7 @@ def given_of(known: tuple[PartialChoice, ...]) -> dict[int, int]:
     return {partial.index: len(partial.token_ids) for partial in known}
 
 
+@pytest.mark.slow
 def test_given_a_cancelled_request_when_it_has_drafts_in_flight_then_only_known_tokens_are_returned(
     tiny_model: TinyModel,
 ) -> None:

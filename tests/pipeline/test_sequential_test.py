@@ -24,6 +24,7 @@ def test_tests_double_their_samples_and_share_the_error() -> None:
     assert sum(share for _, share in interim_tests(4, 4 << 40)) <= 1
 
 
+@pytest.mark.slow
 def test_a_mean_lies_beyond_its_bounds_as_often_as_the_error_says() -> None:
     draw = random.Random(1)
     found = [mean_bounds([draw.gauss(5, 2) for _ in range(6)], 0.05) for _ in range(2_000)]

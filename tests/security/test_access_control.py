@@ -141,6 +141,7 @@ def test_no_route_answers_without_a_valid_key(acme: AcmeGateway) -> None:
         assert http.get(f"/v1/files/{acme.names['file_id']}").status_code == 200, "nothing was removed meanwhile"
 
 
+@pytest.mark.slow
 def test_a_key_has_access_to_the_routes_of_its_scopes_only(acme: AcmeGateway) -> None:
     keys = {scope: acme.harness.keys.create("acme", (scope,))[1] for scope in Scope if scope is not Scope.ADMIN}
     for route in routes(acme.harness):

@@ -69,6 +69,7 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: 
         HEAD + b"Transfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFFFFFFFFF\r\n",
     ],
 )
+@pytest.mark.slow
 def test_invalid_http_is_refused_and_the_connection_is_closed(harness: HttpHarness, request_bytes: bytes) -> None:
     with dial(harness) as connection:
         try:
@@ -138,6 +139,7 @@ def test_connections_with_slow_headers_are_closed(harness: HttpHarness) -> None:
             assert ended, beginning
 
 
+@pytest.mark.slow
 def test_a_body_sent_byte_by_byte_times_out(harness: HttpHarness) -> None:
     with dial(harness) as connection:
         connection.sendall(HEAD + b"Content-Length: 5000\r\n\r\n")
@@ -152,6 +154,7 @@ def test_a_body_sent_byte_by_byte_times_out(harness: HttpHarness) -> None:
         assert b" 408 " in said
 
 
+@pytest.mark.slow
 def test_many_slow_connections_dont_block_other_clients(harness: HttpHarness) -> None:
     slow = [dial(harness) for _ in range(100)]
     for connection in slow:

@@ -20,6 +20,7 @@ ANSWER = "wellensittich9938 "
 CHAT = "/v1/chat/completions"
 
 
+@pytest.mark.slow
 def test_prompts_responses_and_keys_are_not_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with run_http_harness(tmp_path) as harness:
         harness.worker.text = ANSWER

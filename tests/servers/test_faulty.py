@@ -52,6 +52,7 @@ def test_without_faults_all_is_passed_on(proxy: FaultyHttp, unique_name: Callabl
     assert (proxy.count(), proxy.count("PUT"), proxy.count("GET", "/none")) == (5, 2, 1)
 
 
+@pytest.mark.slow
 def test_each_fault_hits_what_it_fits_as_often_as_it_should(
     proxy: FaultyHttp, s3_server: MotoServer, unique_name: Callable[[], str]
 ) -> None:

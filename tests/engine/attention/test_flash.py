@@ -262,6 +262,7 @@ def test_stand_ins_have_parameters_of_the_libraries(which: str) -> None:
     assert names in [[*each.required.split(), *each.optional.split()] for each in SIGNATURES[which]]
 
 
+@pytest.mark.slow
 def test_torchs_own_function_has_the_signature_it_is_called_with() -> None:
     found = find_torch_varlen(download=False)
     if found is None:

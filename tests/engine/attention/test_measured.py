@@ -183,6 +183,7 @@ def _raise(out: Tensor) -> Tensor:
         (lambda out: out * 1.001, None),
     ],
 )
+@pytest.mark.slow
 def test_one_that_raises_or_is_wrong_is_left_out_by_name(
     spoil: Callable[[Tensor], Tensor], reason: str | None, installed: Installed
 ) -> None:
@@ -270,6 +271,7 @@ def test_a_folder_that_can_not_be_written_is_reported(installed: Installed) -> N
     assert "attention's measurements can't be stored" in [log["event"] for log in logs]
 
 
+@pytest.mark.slow
 def test_a_given_block_size_leaves_out_those_that_do_not_take_it(installed: Installed) -> None:
     installed.add("flash2", FASTEST, FASTEST)
     installed.add("flash3", FAST, FAST)

@@ -381,6 +381,7 @@ def compressed(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     ["mixtral", pytest.param("qwen2-moe", marks=pytest.mark.slow), pytest.param("glm4-moe", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("name", PACKED)
+@pytest.mark.slow
 def test_quantized_checkpoints_of_mixtures_are_what_they_stand_for(
     name: str, family: str, of: str, tiny_models: Any, tmp_path: Path, prompts: Any, run: Any
 ) -> None:

@@ -34,6 +34,7 @@ def test_every_fallback_family_is_covered(tiny_models):
 
 
 @pytest.mark.parametrize("family", FALLBACK)
+@pytest.mark.slow
 def test_logits_equal_transformers_over_flat_chunked_batches(family, tiny_model, prompts, run, steps_over, oracle):
     # Given an architecture that only transformers knows
     model = load(tiny_model(family))
@@ -208,6 +209,7 @@ def test_a_window_that_the_config_does_not_declare_is_refused(tiny_model, prompt
 
 
 @pytest.mark.parametrize("family", ["gpt2", "phi", "jetmoe"])
+@pytest.mark.slow
 def test_bfloat16_passes_the_check_and_stays_close(family, tiny_model, prompts, run, oracle):
     model = load_model(tiny_model(family), dtype=torch.bfloat16, device=CPU)
     truth = oracle(tiny_model(family), prompts[:1])[0]

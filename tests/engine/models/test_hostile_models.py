@@ -198,6 +198,7 @@ def test_a_tensor_without_rows_is_refused(tmp_path):
         GGUFFile(path)
 
 
+@pytest.mark.slow
 def test_any_damage_to_a_header_is_an_error_of_ours_or_none(tmp_path):
     # Given a header, when bytes of it are overwritten with extremes, then nothing but an EngineError is raised
     path = write_header(tmp_path / "model.gguf", **SIZES, words=("add_array", ["alpha", "beta"]))

@@ -186,6 +186,7 @@ def test_all_products_but_the_absorbed_ones_are_quantized(of: str, tiny_model: T
 
 
 @pytest.mark.parametrize("form", ["awq", "fp8"])
+@pytest.mark.slow
 def test_a_checkpoint_with_packed_weights_answers_as_what_it_stands_for(
     form: str, tiny_models: Any, tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def test_transformers_code_computes_with_quantized_layers(family: str, quantize:
 
 
 @pytest.mark.parametrize("family", LINEAR)
+@pytest.mark.slow
 def test_int8_weights_alone_compute_the_model_whose_weights_are_rounded_so(family: str, tiny_model: Any) -> None:
     # Given transformers' model with each weight rounded to int8 and back
     rounded = AutoModelForCausalLM.from_pretrained(tiny_model(family), dtype=torch.float32).eval()

@@ -123,6 +123,7 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 @pytest.mark.parametrize("shape", [DELTA, MAMBA])
+@pytest.mark.slow
 def test_any_segments_give_the_recurrence(make: Make, shape: RecurrenceShape) -> None:
     inputs = [make_inputs(shape, 150, 1), make_inputs(shape, 60, 2)]
 

@@ -85,6 +85,7 @@ def test_the_table_grows_and_keeps_what_it_had(tiny_models):
 
 
 @pytest.mark.parametrize("prompt_length", [9, 16, 17, 30])
+@pytest.mark.slow
 def test_dynamic_scaling_answers_as_generate_does(prompt_length, tiny_model, run):
     # Given a model with 16 original positions, and transformers' own greedy continuation to 40 tokens
     folder = tiny_model("llama-dynamic")

@@ -194,6 +194,7 @@ class KeepFormBuilder(TorchBuilder):
 
 @pytest.mark.parametrize("target", ["int4", "fp8"])
 @pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "bamba", "nemotron-h"])
+@pytest.mark.slow
 def test_a_quantized_checkpoint_computes_the_rounded_weights(
     family: str, target: Any, tiny_models: Any, tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.slow
 def test_rows_that_fill_tiles_or_part_of_one_are_the_same(name: str, library: NativeLibrary) -> None:
     """Given a depth of whole tiles of AMX, in several parts of them and of a group's scales."""
     kind, dtype, most = KINDS[name]

@@ -122,6 +122,7 @@ def test_logits_are_those_of_the_dequantized_model(
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("name", ["awq", "Q4_1"])
+@pytest.mark.slow
 def test_every_instruction_set_gives_the_dequantized_models_logits(
     name: str, instruction_set: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +132,7 @@ def test_every_instruction_set_gives_the_dequantized_models_logits(
     assert_same_logits(checkpoint(name), prompts, monkeypatch, **settings)
 
 
+@pytest.mark.slow
 def test_columns_in_an_order_of_their_own_give_nearly_the_same_logits(
     tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

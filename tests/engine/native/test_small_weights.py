@@ -110,6 +110,7 @@ def test_gate_and_up_are_interleaved_as_dense_ones_are(name: str, inner: int, li
 
 
 @pytest.mark.parametrize("name", ["int4, scale and low (Q4_1)", "int8, float32", "fp8"])
+@pytest.mark.slow
 def test_inputs_are_gathered_for_columns_in_an_order_of_their_own(name: str, library: NativeLibrary) -> None:
     weight = random_weight(WEIGHT_KINDS[name], 70, 90, 16, ordered=True)
     assert weight.order is not None

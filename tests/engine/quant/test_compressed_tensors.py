@@ -96,6 +96,7 @@ def test_weights_are_the_librarys_to_the_bit(case: str, folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_answers_are_transformers_of_the_dequantized_model(case: str, folder: Path, tmp_path: Path) -> None:
     # Given a checkpoint, and transformers' model of its weights as the library dequantizes them
     model = compress(folder, tmp_path / "made", *CASES[case])
@@ -143,6 +144,7 @@ def test_a_form_without_a_kernel_is_dequantized_and_logged(folder: Path, tmp_pat
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3", "gemma3"])
+@pytest.mark.slow
 def test_other_families_and_tied_heads(family: str, tiny_models: Any, tmp_path: Path) -> None:
     plain = tiny_models.make_tiny_model(family, tmp_path / "plain", **SIZES)
     model = compress(plain, tmp_path / "made", *CASES["w4-groups"])
@@ -154,6 +156,7 @@ def test_other_families_and_tied_heads(family: str, tiny_models: Any, tmp_path: 
     assert spec.num_parameters == describe_model(plain).spec.num_parameters
 
 
+@pytest.mark.slow
 def test_an_embedding_and_a_head_that_are_quantized(folder: Path, tmp_path: Path) -> None:
     # Given a checkpoint in which all that has a weight is quantized
     groups = {"group_0": group(packed(8, 32), targets=["Linear", "Embedding"])}
@@ -168,6 +171,7 @@ def test_an_embedding_and_a_head_that_are_quantized(folder: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("case", ["w4-asymmetric", "w8a8-static", "fp8-tensor"])
+@pytest.mark.slow
 def test_models_of_transformers_code(case: str, tiny_models: Any, tmp_path: Path) -> None:
     # Given a checkpoint of a family that transformers' code computes
     plain = tiny_models.make_tiny_model("phi", tmp_path / "plain", **SIZES)

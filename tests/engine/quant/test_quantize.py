@@ -79,6 +79,7 @@ def test_the_written_weights_are_the_rounded_ones(target: Any, family: str, plai
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "glm4-moe"])
+@pytest.mark.slow
 def test_experts_are_written_small_and_routers_whole(
     target: Any, family: str, tiny_models: Any, tmp_path: Path
 ) -> None:
@@ -284,6 +285,7 @@ def test_models_that_can_not_be_written_are_refused(tiny_model: Callable[[str], 
 
 
 @pytest.mark.parametrize("family", ["llama-bias", "gemma3", "glm4"])
+@pytest.mark.slow
 def test_gptq_brings_the_model_closer_to_what_it_was(family: str, plain: Any, tmp_path: Path) -> None:
     folder, scheme = plain(family), Scheme("int4")
     make = torch.Generator().manual_seed(3)

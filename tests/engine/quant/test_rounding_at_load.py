@@ -43,6 +43,7 @@ def rounded(folder: Path, quantize: str) -> Any:
 
 @pytest.mark.parametrize("family", ["llama-bias", "qwen3", "gemma3"])
 @pytest.mark.parametrize("quantize", AT_LOAD)
+@pytest.mark.slow
 def test_a_decoder_answers_as_transformers_with_rounded_weights(
     family: str, quantize: str, tiny_model: Callable[[str], Path]
 ) -> None:

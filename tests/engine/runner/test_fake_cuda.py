@@ -211,6 +211,7 @@ def test_a_folder_of_blocks_is_written_and_read_and_nothing_waits_for_that(
         assert (stats.tier.hits, stats.tier.rejected) == (3, 0)
 
 
+@pytest.mark.slow
 def test_a_prompt_is_pooled(tiny_model: TinyModel) -> None:
     path = tiny_model("llama")
     requests = [
@@ -423,6 +424,7 @@ def test_the_device_is_gone_afterwards() -> None:
     assert type(torch.ones(2) + 1) is torch.Tensor
 
 
+@pytest.mark.slow
 def test_a_draw_is_one_launch_and_the_host_does_not_wait() -> None:
     """Besides the copy of the parameters to the device, and three small operations that pack the result."""
     params = [

@@ -86,6 +86,7 @@ def launches(
         pytest.param("cohere2", "fp8", PARALLEL_FP8, marks=BY_ROWS),
     ],
 )
+@pytest.mark.slow
 def test_a_layer_launches_this(
     family: str, quantize: str, layer: list[str], tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

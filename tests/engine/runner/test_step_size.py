@@ -243,6 +243,7 @@ class TestOnADevice:
             size = choose_for_device(config, LLAMA_8B, DEVICE, **{"free_bytes": 64 * GIB, **given})
         assert (size.rows, size.tokens) == want
 
+    @pytest.mark.slow
     def test_a_start_that_does_not_fit_is_tried_with_half(
         self, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:

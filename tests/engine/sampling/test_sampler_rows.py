@@ -116,6 +116,7 @@ def mixed_requests(count: int, vocab: int) -> list[Request]:
 @pytest.mark.parametrize(
     ("vocab", "step", "threads"), [(5003, 0.25, 1), (5003, 0.0, 2), (20011, 0.0, 2), (200, 0.5, 1)]
 )
+@pytest.mark.slow
 def test_a_row_gives_the_same_token_and_logprobs_alone_and_in_any_batch(vocab: int, step: float, threads: int) -> None:
     """Given 64 different rows, when they are sampled together, shuffled and one by one, nothing differs in any bit."""
     torch.set_num_threads(threads)

@@ -97,6 +97,7 @@ few = st.integers(1, 3)
 
 
 @given(st.lists(st.lists(few, min_size=2, max_size=7).map(tuple), min_size=1, max_size=12), st.lists(few, max_size=40))
+@pytest.mark.slow
 def test_the_last_token_of_a_word_is_banned_behind_its_others(words: list[tuple[int, ...]], output: list[int]) -> None:
     long_words = LongWords(words)
     row = BadWordPrefixes(long_words, np.array([], dtype=np.int32))

@@ -174,6 +174,7 @@ def test_a_step_that_could_not_be_computed_leaves_nothing_to_copy(ends: bool) ->
 @pytest.mark.parametrize("windows", [(None,), (None, 8)])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("max_drafts", [0, 3])
+@pytest.mark.slow
 def test_answers_hold_in_a_pool_that_is_too_small_for_all(
     blocks: int, windows: tuple[int | None, ...], depth: int, max_drafts: int
 ) -> None:

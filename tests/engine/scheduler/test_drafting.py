@@ -78,6 +78,7 @@ def test_given_a_full_pool_then_no_sequence_is_preempted_for_a_draft() -> None:
     assert h.scheduler.stats.preemptions == 0
 
 
+@pytest.mark.slow
 def test_given_steps_planned_ahead_then_a_row_with_drafts_under_way_waits_for_what_comes_of_them() -> None:
     # Given so small a budget that not all rows fit a step, and others are planned while some wait
     h = harness(400, 5, budget=8)

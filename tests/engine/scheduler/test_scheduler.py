@@ -325,6 +325,7 @@ class TestFairness:
         assert h.finished["r0", 0].preemptions == 0
         assert [name for name, _ in h.finished] == [f"r{i}" for i in range(6)]
 
+    @pytest.mark.slow
     def test_preemption_is_bounded_by_endings(self) -> None:
         # Given 40 requests whose lengths are estimated ten times too short, in a small pool,
         h = harness(rows=16, blocks=(32,))
@@ -344,6 +345,7 @@ class TestFairness:
         assert stats.preemptions > 0
         assert 0 < stats.recomputed_tokens < 0.3 * stats.computed_tokens
 
+    @pytest.mark.slow
     def test_accepted_drafts_lead_to_no_preemption(self) -> None:
         h = harness(rows=16, blocks=(32,))
         for i in range(40):
@@ -390,6 +392,7 @@ class TestAdmission:
         # then more run at once than before anything was learnt (three, by max_tokens).
         assert h.scheduler.num_running >= 5
 
+    @pytest.mark.slow
     def test_hints_are_scaled_by_how_earlier_ones_turned_out(self) -> None:
         # Given answers that all came out four times as long as their hints,
         h = harness(rows=16, budget=512, blocks=(32,), prefix_caching=False)

@@ -41,6 +41,7 @@ def lines_of_decode_steps(*, prefix_caching: bool, windows: tuple[int | None, ..
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("windows", [(None,), (512, None)])
+@pytest.mark.slow
 def test_a_step_does_not_scan_the_queue(prefix_caching: bool, windows: tuple[int | None, ...]) -> None:
     alone = lines_of_decode_steps(prefix_caching=prefix_caching, windows=windows, waiting=0)
     behind = lines_of_decode_steps(prefix_caching=prefix_caching, windows=windows, waiting=2_000)

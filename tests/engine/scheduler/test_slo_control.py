@@ -149,6 +149,7 @@ def stream(machine: SimulatedMachine, name: str, tokens: int, prompt: int = 8) -
 
 
 class TestStreams:
+    @pytest.mark.slow
     def test_the_objective_holds_for_the_wanted_share_of_tokens(self) -> None:
         # Given 64 bulk rows, with which a step takes 70 ms, and an objective of 40 ms between two tokens,
         machine = machine_with_bulk_work(SloConfig(itl_seconds=0.040, weight_utilisation=0))
@@ -214,6 +215,7 @@ class TestPrompts:
         stream(machine, "reader", 2)
         assert machine.steps_until["reader"] == 1
 
+    @pytest.mark.slow
     def test_first_tokens_are_in_time_though_bulk_prompts_wait(self) -> None:
         # Given bulk prompts that would fill each step to the budget (0.5 s), and an objective of 0.2 s to first tokens,
         machine = SimulatedMachine(SloConfig(ttft_seconds=0.2, itl_seconds=10.0, weight_utilisation=0))
@@ -266,6 +268,7 @@ class TestDrops:
 
 
 class TestWeights:
+    @pytest.mark.slow
     def test_other_weights_apply_from_the_next_step_on(self) -> None:
         # Given a stream whose tokens are late as seldom as the objective wants,
         machine = machine_with_bulk_work(SloConfig(itl_seconds=0.040, weight_utilisation=0))

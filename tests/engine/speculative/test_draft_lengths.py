@@ -128,6 +128,7 @@ def test_given_a_row_whose_drafts_were_bad_then_it_is_tried_again_after_a_while(
     assert later[-1] > 0
 
 
+@pytest.mark.slow
 def test_given_noise_about_the_price_where_drafts_stop_paying_then_they_are_not_switched_at_every_step() -> None:
     machine = SimulatedMachine(fixed=5.0e-3, each=0.15e-3)
     machine.spread = 0.05

@@ -116,6 +116,7 @@ def test_ten_thousand_tokens_are_those_of_torchs_operators(
         check(kind, settings(np.random.default_rng(seed)), device, seed, vocab)
 
 
+@pytest.mark.slow
 def test_a_threshold_between_two_units_retains_one_more_token(device: torch.device) -> None:
     """Given four equal tokens, when top_p is a little more than a half, then three are drawn from."""
     params = [SamplingParams(top_p=0.5 + 1e-15, seed=seed) for seed in range(8)]

@@ -98,6 +98,7 @@ def weight(n: int, k: int, group: int, scale: float | None = None) -> QWeight:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "k", "group"), [(130, 384, 128), (48, 300, 128), (33, 192, 96), (64, 64, 32)])
 @pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.slow
 def test_a_product_of_groups(
     n: int, k: int, group: int, rows: int, dtype: torch.dtype, device: torch.device, upcast: bool
 ) -> None:

@@ -338,6 +338,7 @@ class LaneContract:
         assert [one.id for one in worker.take([GENERAL, OWN], 1, 2.0)] == ["b0"]
 
     @pytest.mark.parametrize("queue", ["", "@w1"])
+    @pytest.mark.slow
     def test_tenants_that_always_have_requests_waiting_are_served_alike(
         self, lane: OpenLane, worker: LaneWorker, queue: str
     ) -> None:
@@ -355,6 +356,7 @@ class LaneContract:
         assert 39 <= served.pop("a") <= 41, served
         assert all(36 <= count <= 40 for count in served.values()), served
 
+    @pytest.mark.slow
     def test_another_worker_takes_an_addressed_request_only_after_its_time(self, lane: OpenLane) -> None:
         other = lane.worker("w2")
         lane.send(request("r1", queue="@w1"))
@@ -381,6 +383,7 @@ class LaneContract:
         assert [one.id for one in own.take([OWN, ANY], 9, 2.0)] == ["r4", "r5"]
         assert own.take([OWN, ANY], 9, 0) == other.take([ANY], 9, 0) == []
 
+    @pytest.mark.slow
     def test_stealing_is_fair_to_tenants_among_the_requests_whose_time_has_come(self, lane: OpenLane) -> None:
         for number in range(4):
             lane.send(request(f"a{number}", tenant="a", queue="@w1"))
@@ -393,6 +396,7 @@ class LaneContract:
         assert [one.id for one in other.take([stealing], 4, 60.0)] == ["a3"]
         assert [one.id for one in other.take([stealing], 4, 60.0)] == ["c0"]
 
+    @pytest.mark.slow
     def test_of_one_tenants_requests_another_worker_takes_each_only_after_its_time(self, lane: OpenLane) -> None:
         lane.send(request("r1", queue="@w1"))
         time.sleep(1.2)
@@ -401,6 +405,7 @@ class LaneContract:
         assert [one.id for one in other.take([stealing], 2, 0)] == ["r1"]
         assert [one.id for one in other.take([stealing], 2, 60.0)] == ["r2"]
 
+    @pytest.mark.slow
     def test_tenants_whose_turn_comes_first_and_whose_requests_are_not_due_delay_no_other(self, lane: OpenLane) -> None:
         for number in range(4):
             lane.send(request(f"old{number}", tenant=f"a{number}", queue="@w1"))
@@ -701,6 +706,7 @@ class LaneContract:
             lane.send(request("r4"))
 
     @pytest.mark.parametrize("queue", ["", DECODE, "@gone"])
+    @pytest.mark.slow
     def test_what_is_behind_its_deadline_leaves_room_without_a_cancel(self, make_lane: MakeLane, queue: str) -> None:
         lane = make_lane(
             LaneSettings(worker_timeout_seconds=LIFETIME, client_timeout_seconds=10 * HANG_SECONDS, max_waiting=16)

@@ -130,6 +130,7 @@ def test_given_a_large_job_that_is_taken_up_then_its_parts_are_read_over_several
     assert done[-1] == shards
 
 
+@pytest.mark.slow
 def test_given_jobs_that_wait_to_be_planned_a_tick_reads_few_of_their_plans(store: SlowStore, world: World) -> None:
     names = [f"job-{number:03}" for number in range(5 * MAX_DEFERRABLE_READS)]
     harness = dispatcher(world)

@@ -128,6 +128,7 @@ def test_all_arms_that_are_compared_share_the_error(arms: tuple[str, ...]) -> No
     assert first.differences["objective"] == mean_bounds(differences, 0.05 / 2 / 2 / (len(arms) - 1))
 
 
+@pytest.mark.slow
 def test_a_verdict_stays_whatever_comes_after_it() -> None:
     experiment = make_experiment()
     reports = simulate_reports(experiment, 5, {"more": 0.4})

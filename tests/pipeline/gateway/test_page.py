@@ -24,6 +24,7 @@ from tests.waiting import HANG_SECONDS
 CHAT = "/v1/chat/completions"
 
 
+@pytest.mark.slow
 def test_the_page_has_a_content_security_policy_for_its_own_scripts_only(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness, harness.http() as http:
         page = http.get("/")

@@ -217,6 +217,7 @@ def test_given_a_file_whose_stamp_alone_changed_then_it_is_hashed_once_more_and_
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("change", ["rewritten", "replaced", "longer", "gone"])
+@pytest.mark.slow
 def test_given_a_file_that_changed_after_it_was_pinned_when_it_is_opened_then_it_is_refused(
     tmp_path: Path, change: str, suffix: str
 ) -> None:

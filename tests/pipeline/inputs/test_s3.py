@@ -221,6 +221,7 @@ def test_the_files_below_a_prefix_are_one_input(server: S3Server, bucket: str, s
         pin_s3_input(f"s3://{bucket}/d/deeper/none/", s3)
 
 
+@pytest.mark.slow
 def test_a_version_that_an_event_names_is_taken_and_not_the_newest(
     server: S3Server, unique_name: Callable[[], str], s3: S3Connection
 ) -> None:
@@ -232,6 +233,7 @@ def test_a_version_that_an_event_names_is_taken_and_not_the_newest(
     assert PinnedS3Input(pinned, s3).files()[0].open().read() == b"1\n"
 
 
+@pytest.mark.slow
 def test_the_same_order_again_finds_its_job_and_another_object_is_another_order(
     server: S3Server, bucket: str, s3: S3Connection, tmp_path: Path
 ) -> None:
@@ -266,6 +268,7 @@ def test_what_cannot_be_pinned_is_refused(server: S3Server, bucket: str, s3: S3C
         open_pinned(bare, s3)
 
 
+@pytest.mark.slow
 def test_given_a_bucket_whose_versions_are_suspended_then_the_etag_is_pinned(
     server: S3Server, unique_name: Callable[[], str], s3: S3Connection
 ) -> None:

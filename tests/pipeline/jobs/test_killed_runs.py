@@ -116,6 +116,7 @@ def test_a_finished_run_again_computes_nothing(tmp_path: Path, source: Path) -> 
     assert parts_of(tmp_path / "out") == before
 
 
+@pytest.mark.slow
 def test_fresh_starts_anew_without_old_objects(tmp_path: Path, source: Path) -> None:
     first = run_a_job(tmp_path / "out", source)
     again = run_a_job(tmp_path / "out", source, fresh=True)

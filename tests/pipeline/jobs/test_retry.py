@@ -217,6 +217,7 @@ def retry(
     return begin(world, source, folder, choose_rows(before.ledger).rows, of=job.id)
 
 
+@pytest.mark.slow
 def test_given_some_retries_of_one_job_when_one_has_not_ended_then_answers_win_and_else_the_latest_reason(
     world: World, source: Path, tmp_path: Path
 ) -> None:

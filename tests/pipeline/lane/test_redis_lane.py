@@ -168,6 +168,7 @@ def test_a_call_without_a_server_ends_with_an_error_that_names_it(redis_server: 
     assert f"127.0.0.1:{redis_server.port}" in last.message
 
 
+@pytest.mark.slow
 def test_a_call_that_no_worker_takes_ends_at_its_deadline(lane: RedisLane) -> None:
     clock = SystemClock()
     began = time.monotonic()

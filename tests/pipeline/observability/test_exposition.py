@@ -121,6 +121,7 @@ def test_the_version_is_reported() -> None:
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed: its own check of the names is skipped")
+@pytest.mark.slow
 def test_promtool_finds_no_problem(tmp_path: Path) -> None:
     assert PROMTOOL is not None
     text = "".join(line for line in report(everything).splitlines(keepends=True) if "process_" not in line)

@@ -186,6 +186,7 @@ def test_given_a_sampler_from_the_environment_then_jobs_follow_it_in_all_process
     assert len(one.exporter.get_finished_spans()) == len(recorded)
 
 
+@pytest.mark.slow
 def test_given_ingest_with_tracing_then_the_job_has_its_traceparent_and_the_same_order_finds_it(
     traced: TracingHarness, tmp_path: Path
 ) -> None:

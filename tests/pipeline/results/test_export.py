@@ -82,6 +82,7 @@ def test_exporting_twice_gives_the_same_bytes(world: World, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("shards", [1, 3, 4, 9, 10, 28])
+@pytest.mark.slow
 def test_results_are_in_input_order_however_many_parts_there_are(world: World, tmp_path: Path, shards: int) -> None:
     ledger = JobLedger(world.store)
     plan_by_hand(ledger, world, random_shards(shards, 2, 3), rejected=[0, 1, 2])

@@ -107,6 +107,7 @@ def test_a_parts_footer_says_what_is_in_it(tmp_path: Path) -> None:
     assert pq.read_schema(pa.BufferReader(ledger.store.read(part_key(1)))).remove_metadata() == result_schema()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_a_part(tmp_path: Path) -> None:
     """200,000 rejected rows pass through, batch by batch, in a few MB of Arrow memory."""
     shard = shard_table(list(range(5_000)))

@@ -178,6 +178,7 @@ def test_given_metrics_when_published_then_cloudwatch_has_them_by_installation_a
     assert published(cloudwatch, space, "BacklogSeconds", Installation="elsewhere", Model="m") is None
 
 
+@pytest.mark.slow
 def test_given_more_values_than_one_request_takes_then_all_are_published(
     cloudwatch: Any, unique_name: Callable[[], str]
 ) -> None:

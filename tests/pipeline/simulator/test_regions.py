@@ -68,6 +68,7 @@ outages = st.lists(
 
 @given(st.lists(regional_jobs, min_size=1, max_size=6), outages, st.integers(0, 99))
 @settings(max_examples=25, deadline=None)
+@pytest.mark.slow
 def test_given_any_trace_then_no_job_leaves_its_regions_and_each_ends_in_one(
     jobs: list[TracedJob], lost: list[dict[str, Any]], seed: int
 ) -> None:
@@ -137,6 +138,7 @@ def test_given_a_lost_region_then_jobs_that_may_move_do_and_the_others_wait() ->
     assert [one.name for one in report.single] == ["us"], "one job may not be in the other"
 
 
+@pytest.mark.slow
 def test_given_a_lost_region_then_nothing_is_paid_or_computed_there_until_it_is_back() -> None:
     found, _ = lost_region({})
     assert numbers(found) == {"eu": [0, 1], "us": []}

@@ -352,6 +352,7 @@ def test_given_a_shard_that_cant_be_read_then_that_is_recorded_and_the_worker_ta
     assert len(harness.ledger.unreadable(1)) == 2
 
 
+@pytest.mark.slow
 def test_given_an_error_that_was_never_foreseen_then_it_is_counted_and_the_worker_goes_on(
     harness: ClientsHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

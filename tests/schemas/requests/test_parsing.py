@@ -313,6 +313,7 @@ FIELDS = [*ChatBody.model_fields, *CompletionBody.model_fields, *NO_CHANGE, "non
 
 
 @given(st.sampled_from([CHAT_URL, COMPLETIONS_URL]), st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=4))
+@pytest.mark.slow
 def test_any_body_is_accepted_or_refused_in_one_line_and_accepted_ones_survive_storing(
     url: str, fields: dict[str, Any]
 ) -> None:

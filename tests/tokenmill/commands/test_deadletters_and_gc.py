@@ -80,6 +80,7 @@ def test_given_a_refused_file_when_listed_shown_and_replayed_then_it_is_ingested
     assert "replayed before" in twice.error
 
 
+@pytest.mark.slow
 def test_given_a_record_when_shown_then_its_bytes_and_headers_can_be_read_and_it_needs_kafka(
     tokenmill: Cli, folder: Path
 ) -> None:
@@ -102,6 +103,7 @@ def test_given_a_record_when_shown_then_its_bytes_and_headers_can_be_read_and_it
     assert (missing.code, "no dead letter dl-nothing" in missing.error) == (1, True)
 
 
+@pytest.mark.slow
 def test_given_a_record_when_replayed_then_it_is_on_its_topic_again_with_key_and_headers(
     tokenmill: Cli,
     folder: Path,
@@ -129,6 +131,7 @@ def test_given_a_record_when_replayed_then_it_is_on_its_topic_again_with_key_and
     assert (record.key, record.value, list(record.headers)) == (b"k", b"{broken \xff", headers)
 
 
+@pytest.mark.slow
 def test_given_no_dead_letters_then_a_message_says_so(tokenmill: Cli, folder: Path) -> None:
     (folder / "root").mkdir()
     nothing = tokenmill("deadletters", "list", "--root", folder / "root")
@@ -143,6 +146,7 @@ def test_given_no_dead_letters_then_a_message_says_so(tokenmill: Cli, folder: Pa
     assert "no root is named" in nowhere.error
 
 
+@pytest.mark.slow
 def test_given_an_old_job_when_collected_then_its_results_are_removed_and_jobs_show_reports_it(
     tokenmill: Cli, root: Path
 ) -> None:

@@ -83,6 +83,7 @@ def test_given_an_experiment_then_it_starts_shows_its_arms_and_stops(
         ((*ARMS, "--alpha", 0.9), "--alpha"),
     ],
 )
+@pytest.mark.slow
 def test_what_makes_no_experiment_is_refused(tokenmill: Any, folder: Path, options: Any, reason: str) -> None:
     refused = tokenmill("experiment", "start", "weights", *options, "--root", folder / "root")
     assert refused.code == 2, refused.err
@@ -106,6 +107,7 @@ def test_a_report_has_means_differences_and_the_verdict(tokenmill: Any, folder: 
     assert tokenmill("experiment", "report", 7, "--root", folder / "root").code == 1
 
 
+@pytest.mark.slow
 def test_a_report_says_what_it_leaves_out_and_what_it_waits_for(tokenmill: Any, folder: Path) -> None:
     experiment = measured(folder / "root", better=1.0, closed=9)
     with FolderStore(folder / "root") as store:

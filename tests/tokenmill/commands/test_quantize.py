@@ -55,6 +55,7 @@ def test_given_a_model_when_quantized_then_a_job_runs_on_it(
 
 
 @pytest.mark.usefixtures("short")
+@pytest.mark.slow
 def test_given_gptq_then_products_are_calibrated_one_after_the_other(
     tokenmill: Cli, folder: Path, model_folder: Path, text: Path
 ) -> None:
@@ -105,6 +106,7 @@ def test_given_no_text_then_quality_is_reported_as_unmeasured(tokenmill: Cli, fo
     assert json.loads((folder / "made" / "quantization.json").read_text())["quality"] is None
 
 
+@pytest.mark.slow
 def test_given_options_that_contradict_then_the_error_is_one_line(
     tokenmill: Cli, folder: Path, model_folder: Path, text: Path
 ) -> None:

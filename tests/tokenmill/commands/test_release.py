@@ -43,6 +43,7 @@ def sample(world: World, traffic: Traffic, ttft: float) -> None:
     StoredSamples(world.store, last.release).write(batch, "a")
 
 
+@pytest.mark.slow
 def test_a_release_begins_with_shares_of_the_callers_and_its_status_shows_both(
     world: World, tokenmill: Any, folder: Path
 ) -> None:

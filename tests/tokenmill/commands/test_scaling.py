@@ -60,6 +60,7 @@ def root(folder: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("root")
+@pytest.mark.slow
 def test_given_a_root_when_autoscaled_once_then_each_pool_has_its_line(tokenmill: Any, root: Path) -> None:
     dry = tokenmill("autoscale", "--once", "--dry-run", "--json")
     assert dry.code == 0

@@ -156,6 +156,7 @@ def test_a_refused_file_ends_the_watching_with_its_dead_letter(world: World, sou
         ("kafka://user:secret@host/topic", "rows.jsonl", "carries credentials"),
     ],
 )
+@pytest.mark.slow
 def test_an_invalid_submission_is_an_error_of_one_line(
     world: World, source: Path, folder: Path, tokenmill: Any, to: str, given: str, why: str
 ) -> None:

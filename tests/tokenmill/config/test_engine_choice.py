@@ -95,6 +95,7 @@ def test_a_config_that_the_own_code_refuses_goes_to_the_next_engine(
         choose_engine(folder, "tokenmill", None)
 
 
+@pytest.mark.slow
 def test_the_models_command_shows_what_each_engine_says(
     tiny_model: Any,
     unknown: Path,

@@ -81,6 +81,7 @@ def test_given_a_former_table_when_rows_are_appended_moved_and_edited_then_only_
         assert (computed(folder / name), manifest(folder / name)["reused"]) == ([0, 1], 0)
 
 
+@pytest.mark.slow
 def test_given_former_results_that_can_not_be_used_when_mapped_then_the_message_has_the_fix(
     model: str, folder: Path
 ) -> None:

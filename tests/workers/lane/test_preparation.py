@@ -101,6 +101,7 @@ def test_small_requests_overtake_a_large_one_a_bounded_number_of_times() -> None
 
 
 @given(st.lists(st.sampled_from("aaabcd"), max_size=30))
+@pytest.mark.slow
 def test_tenants_alternate_and_each_is_served_in_order(tenants: list[str]) -> None:
     order = prepared_in_order(*(request(f"{tenant}{number}", tenant) for number, tenant in enumerate(tenants)))
     for tenant in set(tenants):

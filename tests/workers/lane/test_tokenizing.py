@@ -86,6 +86,7 @@ def test_a_prompts_tokens_are_those_that_the_model_gets(served: Served) -> None:
 @pytest.mark.parametrize(
     "fields", [{}, {"add_generation_prompt": False}, {"continue_final_message": True, "add_generation_prompt": False}]
 )
+@pytest.mark.slow
 def test_a_conversations_tokens_are_those_that_the_model_gets(served: Served, fields: dict[str, Any]) -> None:
     found = served.post("/tokenize", messages=CHAT, **fields)
     generated = served.post("/v1/chat/completions", messages=CHAT, max_tokens=1, return_token_ids=True, **fields)
@@ -234,6 +235,7 @@ def test_wrong_bodies_are_refused_by_name(served: Served, path: str, body: dict[
     assert re.search(says, message), message
 
 
+@pytest.mark.slow
 def test_a_key_for_inference_is_needed_and_a_batch_line_can_not_name_them(served: Served, tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness:
         _, files_only = harness.keys.create("acme", (Scope.FILES,))

@@ -115,6 +115,7 @@ def test_a_stream_is_judged_as_the_whole_text_however_it_is_cut(
 
 
 @pytest.mark.parametrize("text", ["xxab abaxx", "cab ab ca", "a b\nc aab", "éabéa b"])
+@pytest.mark.slow
 def test_a_stream_is_judged_as_the_whole_text_for_each_cut(tmp_path: Path, text: str) -> None:
     judge = guard(of_regexes(tmp_path, BOUNDED[:9]))
     for count in range(len(text)):
@@ -383,6 +384,7 @@ def test_a_regex_that_hangs_others_takes_no_longer_than_its_text(
     assert not judge.refuses(text)
 
 
+@pytest.mark.slow
 def test_a_regex_at_the_limit_takes_time_in_proportion_to_the_text(rules: Callable[[str], Rules]) -> None:
     judge = guard(rules("[[rule]]\nname = 'r'\nregexes = ['a[ab]{500}c']\n"))
     characters = random.Random(0).choices("ab", k=60_000)

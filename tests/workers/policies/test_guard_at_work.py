@@ -173,6 +173,7 @@ def test_given_a_guard_that_is_away_for_a_while_then_rows_of_jobs_wait_and_are_j
     assert policies.counts.read()["guard"].failures == 0
 
 
+@pytest.mark.slow
 def test_given_a_guard_that_stays_away_then_rows_fail_after_the_time_of_its_file(
     model: LoadedModel, load: Load, server: ScriptedGuard, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,6 +209,7 @@ def fail(policy: GuardModel, text: str = "hello", **about: str) -> str:
         ({"raw": b" " * (5 << 20)}, "GuardAnswerInvalid"),
     ],
 )
+@pytest.mark.slow
 def test_given_a_server_that_fails_then_the_text_passes_with_a_flag_or_fails_as_the_file_says(
     make: Make, server: ScriptedGuard, script: dict[str, Any], kind: str
 ) -> None:
@@ -258,6 +259,7 @@ def test_given_a_tenants_texts_that_take_too_long_then_only_its_own_texts_fail_a
     assert action(policy, "a bomb") == "refuse", "another tenant's text is judged"
 
 
+@pytest.mark.slow
 def test_given_a_guard_that_answers_again_then_texts_that_failed_meanwhile_are_asked_about_at_once(
     make: Make, server: ScriptedGuard
 ) -> None:

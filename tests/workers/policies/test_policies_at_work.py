@@ -183,6 +183,7 @@ def test_the_text_of_a_tool_call_is_judged(model: LoadedModel, birds: Policies, 
 
 
 @pytest.mark.parametrize("policy", [RaisingPolicy(), RaisingAtEndPolicy()])
+@pytest.mark.slow
 def test_a_policy_that_raises_fails_the_row_and_the_worker_continues(
     model: LoadedModel, kit: Any, policy: RaisingPolicy
 ) -> None:
@@ -283,6 +284,7 @@ def test_a_stream_ends_before_the_word_and_nothing_more_is_computed(
 
 
 @pytest.mark.parametrize("stop", [pytest.param(None, marks=pytest.mark.exhaustive), f"{WORD} c", "lake"])
+@pytest.mark.slow
 def test_allowed_text_is_emitted_as_without_policies(
     model: LoadedModel, birds: Policies, kit: Any, stop: str | None
 ) -> None:

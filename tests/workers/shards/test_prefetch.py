@@ -66,6 +66,7 @@ def long_shards(kit: Any, count: int) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_given_enough_to_do_then_exactly_one_shard_is_prepared_and_held(host: Any, kit: Any) -> None:
     clock, seen = kit.FakeClock(), []
     source, sink = kit.ListSource(long_shards(kit, 4)), kit.MemorySink()

@@ -408,6 +408,7 @@ def test_a_request_that_takes_too_long_times_out(host: Any, run_worker: Any, kit
     assert sink.usages[1].completion > 3
 
 
+@pytest.mark.slow
 def test_waiting_for_others_does_not_count_as_time_taken(host: Any, run_worker: Any, kit: Any) -> None:
     # Given far more rows than run at once, each well under the limit
     clock = kit.FakeClock()
@@ -568,6 +569,7 @@ def test_a_worker_sends_heartbeats(host: Any, run_worker: Any, kit: Any) -> None
 
 
 @pytest.mark.parametrize("blocked", ["checkpoint", "commit", "release", "give_up"])
+@pytest.mark.slow
 def test_given_a_slow_write_to_the_store_then_heartbeats_are_still_sent(blocked: str, host: Any, kit: Any) -> None:
     # Given a write that is not through before three heartbeats were sent after it began
     clock, beats = kit.FakeClock(), threading.Condition()
@@ -690,6 +692,7 @@ def test_answers_are_the_same_with_and_without_threads(host: Any, run_worker: An
     assert run(helper=None) == run()
 
 
+@pytest.mark.slow
 def test_a_slow_preparation_delays_no_checkpoint(host: Any, kit: Any) -> None:
     # Given a second shard that can't be had before something of the first is logged, and a heartbeat was sent
     logged = threading.Event()

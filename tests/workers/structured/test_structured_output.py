@@ -145,6 +145,7 @@ def test_every_answer_follows_its_schema(model: LoadedModel, answer: Any, kit: A
     assert ended >= 30  # of 36: models of random weights love blanks
 
 
+@pytest.mark.slow
 def test_answers_of_a_sentencepiece_model_follow_their_schema(
     tmp_path: Path, tiny_models: Any, kit: Any, answer: Any
 ) -> None:
@@ -184,6 +185,7 @@ def test_answers_follow_regexes_choices_and_grammars(model: LoadedModel, answer:
     assert sum(r.finish_reason == "stop" for r in answer(model, bodies)) >= 20
 
 
+@pytest.mark.slow
 def test_any_object_will_do_where_no_schema_is_given(model: LoadedModel, answer: Any, kit: Any) -> None:
     bodies = [kit.chat(f"{n}", seed=n, response_format={"type": "json_object"}, max_tokens=150) for n in range(16)]
     for row in answer(model, bodies):
@@ -324,6 +326,7 @@ def test_an_answer_is_the_same_with_drafts_and_without(
     assert drafting.engine.stats().speculation.sources  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_preempted_answer_resumes_in_its_grammar(
     long_folder: Path, model: LoadedModel, answer: Any, kit: Any
 ) -> None:

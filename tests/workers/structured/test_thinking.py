@@ -237,6 +237,7 @@ def test_calls_follow_the_thought(folders: dict[str, Path], kit: Any) -> None:
     pytest.fail("no answer ended with a call")
 
 
+@pytest.mark.slow
 def test_a_switched_off_thought_is_none(folders: dict[str, Path], kit: Any) -> None:
     tokens = load(folders["tokens"])
     bodies = bodies_of(kit, [9] * 4, enable_thinking=False, **favoured(tokens))

@@ -59,6 +59,7 @@ def watch(tokenizer: Tokenizer, ids: list[int], stops: list[str], min_tokens: in
     stops=st.lists(st.sampled_from(STOPS), min_size=1, max_size=3),
     min_tokens=st.integers(0, 8),
 )
+@pytest.mark.slow
 def test_stops_where_reading_everything_again_would(
     kits: dict[str, Tokenizer], kind: str, pieces: list[str], cut_up: bool, stops: list[str], min_tokens: int
 ) -> None:
@@ -211,6 +212,7 @@ def test_any_tokens_stop_only_where_the_text_has_the_stop(
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=40))
+@pytest.mark.slow
 def test_the_pieces_are_the_text(kits: dict[str, Tokenizer], text: str) -> None:
     # Given any text, when it is taken token by token, then the pieces never end within a character and are the text
     tokenizer = kits["byte_level"]

@@ -181,6 +181,7 @@ def test_the_room_that_an_answer_gets(max_tokens: int | None, min_tokens: int, p
 
 
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
+@pytest.mark.slow
 def test_any_text_is_cut_at_a_character_and_fits(name: str, request: pytest.FixtureRequest) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(name)
     piece = st.sampled_from(["naïve", " ", "\n", "日本語", "🎉", "<end>", "<turn>", "the quick", "e\u0301", "\r\n"])

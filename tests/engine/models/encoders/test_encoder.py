@@ -60,6 +60,7 @@ def oracle(folder: Path, texts: list[np.ndarray], mode: str, tiny_encoders: Any)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_vectors_are_transformers_own(family: str, tiny_encoders: Any, tmp_path: Path, texts: list[np.ndarray]) -> None:
     # Given encoders of each family, and texts of unlike length that go in batches
     folder = tiny_encoders.make_embedding_model(family, tmp_path)
@@ -83,6 +84,7 @@ def test_poolings_are_those_of_sentence_transformers(
         np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_neighbours_and_order_change_nothing_that_counts(embedding_model: Path, texts: list[np.ndarray]) -> None:
     alone = [run(EncoderEngine.load(embedding_model, CONFIG), [ids], "mean")[0] for ids in texts]
     back = run(EncoderEngine.load(embedding_model, CONFIG), texts[::-1], "mean")[::-1]

@@ -104,6 +104,7 @@ def test_a_taker_finds_what_is_put_after_its_server_was_killed_and_came_back_emp
         assert queue.take(["q"], HANG_SECONDS) == ShardTask("job-b", round_)
 
 
+@pytest.mark.slow
 def test_a_taker_that_waits_while_the_server_goes_and_comes_gets_what_is_put_then(
     redis_server: RedisServer, queue: CeleryQueue, open_queue: OpenQueue
 ) -> None:
@@ -180,6 +181,7 @@ def test_a_shard_travels_as_a_celery_task_that_any_tool_can_read(queue: CeleryQu
     assert message["headers"]["expires"] is not None
 
 
+@pytest.mark.slow
 def test_a_queue_without_a_reader_expires_and_leaves_nothing(open_queue: OpenQueue, raw: Any, prefix: str) -> None:
     queue = open_queue(queue_lifetime_seconds=0.5)
     queue.put("q", TASK)
@@ -269,6 +271,7 @@ def test_a_strangers_message_is_counted_and_dropped_and_ours_behind_it_is_taken(
     assert not Path("/tmp/tokenmill-was-here").exists()
 
 
+@pytest.mark.slow
 def test_many_foreign_messages_do_not_hold_a_worker_beyond_its_timeout(
     queue: CeleryQueue, raw: Any, prefix: str
 ) -> None:

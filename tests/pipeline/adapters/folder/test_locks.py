@@ -42,6 +42,7 @@ def test_given_a_lock_then_its_file_says_where_the_owners_id_means_something(tmp
     assert words == [str(os.getpid()), socket.gethostname(), os.readlink("/proc/self/ns/pid")]
 
 
+@pytest.mark.slow
 def test_given_the_id_of_no_process_then_the_run_was_killed_if_it_is_of_the_same_host_and_pid_namespace(
     tmp_path: Path,
 ) -> None:

@@ -68,6 +68,7 @@ def record_for(beats: RedisHeartbeats, seconds: float) -> None:
     wait_for(is_recorded, "the server doesn't record", pause_seconds=0.1)
 
 
+@pytest.mark.slow
 def test_a_server_that_was_emptied_counts_anew_and_the_next_beat_is_received(
     redis_server: RedisServer, beats: RedisHeartbeats
 ) -> None:

@@ -122,6 +122,7 @@ def reach_backend(app: Celery) -> None:
 
 
 @pytest.mark.parametrize("reach", [reach_broker, reach_backend])
+@pytest.mark.slow
 def test_celery_ingest_sends_an_untrusted_server_nothing_either(
     listener: Listener, certificate: Path, world: World, reach: Callable[[Celery], None]
 ) -> None:

@@ -32,6 +32,7 @@ def refusal(open_it: Callable[[], object]) -> str:
     return message
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_not_there(s3_server: MotoServer, tmp_path: Path) -> None:
     for read_only in (False, True):
         connection = S3Connection(settings_for(s3_server, tmp_path))

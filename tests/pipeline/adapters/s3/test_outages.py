@@ -113,6 +113,7 @@ def test_given_a_refusal_for_some_seconds_where_the_store_has_worked_then_it_is_
     assert opened.create("key", b"data") is True
 
 
+@pytest.mark.slow
 def test_given_a_refusal_that_stays_or_of_another_bucket_then_it_is_final(
     proxy: FaultyHttp, store: Callable[[Clock], S3Store], s3_server: MotoServer, tmp_path: Path
 ) -> None:
@@ -140,6 +141,7 @@ def test_given_a_server_that_stays_away_then_the_error_says_that_it_may_come_bac
 
 
 @pytest.mark.parametrize("ahead", [HOUR, -HOUR])
+@pytest.mark.slow
 def test_given_a_machine_whose_clock_is_an_hour_wrong_then_the_stores_time_counts(
     ahead: timedelta, s3_server: MotoServer, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

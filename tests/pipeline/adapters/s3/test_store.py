@@ -22,6 +22,7 @@ from tests.servers.moto import MotoServer
 from tests.servers.seaweedfs import SeaweedServer
 
 
+@pytest.mark.slow
 def test_keys_lie_below_the_prefix_and_are_named_by_their_url(
     s3_server: MotoServer, bucket: str, tmp_path: Path
 ) -> None:
@@ -47,6 +48,7 @@ def test_foreign_things_in_the_bucket_are_not_objects(s3_server: MotoServer, buc
     assert list(store.folders("")) == ["a/", "folder/"]
 
 
+@pytest.mark.slow
 def test_any_way_of_seeking_and_reading_gives_the_same_as_a_file(
     s3_server: MotoServer, bucket: str, tmp_path: Path
 ) -> None:
@@ -80,6 +82,7 @@ def test_given_a_server_that_answers_with_other_bytes_than_requested_then_they_a
         stream.read(10)
 
 
+@pytest.mark.slow
 def test_an_object_that_is_replaced_or_deleted_while_it_is_read_is_never_a_mixture(
     s3_server: MotoServer, bucket: str, tmp_path: Path
 ) -> None:
@@ -103,6 +106,7 @@ def test_an_object_that_is_replaced_or_deleted_while_it_is_read_is_never_a_mixtu
         (("PUT", "x-amz-meta-tokenmill-attempt"), "loses objects' metadata"),
     ],
 )
+@pytest.mark.slow
 def test_given_a_server_that_commits_would_not_be_safe_on_then_the_store_is_refused(
     proxy: FaultyHttp, s3_server: MotoServer, bucket: str, tmp_path: Path, stripped: tuple[str, str], why: str
 ) -> None:
@@ -196,6 +200,7 @@ def test_given_a_server_that_stays_away_then_one_line_says_so_and_nothing_is_hal
     assert store.create("key", b"1") is True
 
 
+@pytest.mark.slow
 def test_uploads_whose_writers_died_are_thrown_away_when_they_are_old(
     durable_s3_server: SeaweedServer, unique_name: Callable[[], str], tmp_path: Path
 ) -> None:
@@ -211,6 +216,7 @@ def test_uploads_whose_writers_died_are_thrown_away_when_they_are_old(
 
 
 @pytest.mark.parametrize(("encryption", "key"), [("AES256", None), ("aws:kms", "alias/jobs")])
+@pytest.mark.slow
 def test_every_write_requests_the_configured_encryption(
     proxy: FaultyHttp, s3_server: MotoServer, bucket: str, tmp_path: Path, encryption: str, key: str | None
 ) -> None:
@@ -247,6 +253,7 @@ def test_scratch_is_private_local_and_gone_with_the_store(s3_server: MotoServer,
         store.create("key", b"1")
 
 
+@pytest.mark.slow
 def test_a_store_for_reading_writes_nothing(s3_server: MotoServer, bucket: str, tmp_path: Path) -> None:
     open_s3(s3_server, bucket, "", tmp_path).create("key", b"1")
     connection = S3Connection(settings_for(s3_server, tmp_path / "none"))

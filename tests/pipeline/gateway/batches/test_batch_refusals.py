@@ -45,6 +45,7 @@ def test_invalid_bodies_are_bad_requests(tmp_path: Path, body: dict[str, Any], p
         assert refused.value.type == "invalid_request_error"
 
 
+@pytest.mark.slow
 def test_null_fields_are_like_missing_ones(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, permits=0) as harness:
         nothing = dict.fromkeys(("deadline", "on_invalid", "tier", "seed", "limit", "model", "max_output_tokens"))
@@ -53,6 +54,7 @@ def test_null_fields_are_like_missing_ones(tmp_path: Path) -> None:
         assert harness.ledger(batch.id).job().settings.on_invalid is OnInvalid.JOB
 
 
+@pytest.mark.slow
 def test_unknown_files_and_models_are_not_found(tmp_path: Path) -> None:
     began = int(time.time())
     with run_http_harness(tmp_path) as harness:
@@ -71,6 +73,7 @@ def test_unknown_files_and_models_are_not_found(tmp_path: Path) -> None:
             client.models.retrieve("org/none")
 
 
+@pytest.mark.slow
 def test_tenants_see_only_their_own_objects(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness:
         (_, mine), (_, other) = (harness.keys.create(tenant, tuple(Scope)) for tenant in ("a/../b", "../a"))
@@ -133,6 +136,7 @@ def test_all_errors_are_openai_error_objects(harness: HttpHarness) -> None:
         assert http.get("/healthz", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
 
 
+@pytest.mark.slow
 def test_a_batch_that_ends_during_a_retry_request_is_retried_or_refused(
     harness: HttpHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def test_pages_start_after_any_id_in_both_orders(tmp_path: Path) -> None:
         assert [file.id for file in page.data] == [made[5], made[4]]
 
 
+@pytest.mark.slow
 def test_one_invalid_line_fails_the_batch_unless_rows_may_fail_alone(tmp_path: Path) -> None:
     content = lines(3) + b"not json\n" + lines(1, url="/v1/completions", custom_id="other")
     with run_http_harness(tmp_path) as harness:
@@ -203,6 +204,7 @@ def test_results_of_a_running_batch_can_be_read_and_failed_rows_retried(tmp_path
         assert retried.error_file_id is not None
 
 
+@pytest.mark.slow
 def test_a_repeated_idempotent_request_gives_the_same_object(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness:
         client = harness.client()

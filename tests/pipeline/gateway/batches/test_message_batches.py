@@ -62,6 +62,7 @@ def test_errors_name_the_field_as_a_path(tmp_path: Path) -> None:
         assert left(http) == []
 
 
+@pytest.mark.slow
 def test_a_failed_submission_leaves_nothing_and_a_later_one_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +78,7 @@ def test_a_failed_submission_leaves_nothing_and_a_later_one_succeeds(
         assert [one["id"] for one in http.get(URL).json()["data"]] == [made]
 
 
+@pytest.mark.slow
 def test_a_repeated_idempotent_request_gives_the_same_batch(tmp_path: Path) -> None:
     once, limits = {"Idempotency-Key": "once"}, RateLimits(running_jobs=2)
     with run_http_harness(tmp_path, permits=0, rates=RateSettings(tenant=limits)) as harness, harness.http() as http:
@@ -106,6 +108,7 @@ def test_a_repeated_idempotent_request_gives_the_same_batch(tmp_path: Path) -> N
         assert len(left(http)) == 4
 
 
+@pytest.mark.slow
 def test_a_batch_that_openais_api_created_is_listed_as_well(tmp_path: Path) -> None:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/messages", "body": PARAMS}
     with run_http_harness(tmp_path) as harness, harness.http() as http:

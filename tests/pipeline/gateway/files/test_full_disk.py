@@ -70,6 +70,7 @@ def test_a_full_disk_refuses_writes_serves_reads_and_chats_and_loses_nothing(tmp
         assert http.delete(f"/v1/files/{http.post('/v1/files', **form).json()['id']}").status_code == 200
 
 
+@pytest.mark.slow
 def test_an_open_batch_on_a_full_disk_is_cancelled_once_space_is_free(tmp_path: Path) -> None:
     disk = SmallDisk()
     with run_http_harness(tmp_path, disk=disk, permits=0) as harness, harness.http() as http:
@@ -88,6 +89,7 @@ def test_an_open_batch_on_a_full_disk_is_cancelled_once_space_is_free(tmp_path: 
 
 
 @pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EIO, 503)])
+@pytest.mark.slow
 def test_the_error_of_a_failed_write_distinguishes_a_full_disk(
     number: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

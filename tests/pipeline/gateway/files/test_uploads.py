@@ -96,6 +96,7 @@ def test_invalid_uploads_are_refused(body: bytes, code: str) -> None:
     assert refused.value.code == code
 
 
+@pytest.mark.slow
 def test_too_large_uploads_are_refused_and_leave_no_files(harness: HttpHarness) -> None:
     client = harness.client()
     with pytest.raises(openai.APIStatusError) as received:

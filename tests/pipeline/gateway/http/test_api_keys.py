@@ -135,6 +135,7 @@ def test_a_flood_of_invented_keys_adds_few_store_reads_and_blocks_no_valid_key(w
     assert keys.check(new) is not None, "within seconds"
 
 
+@pytest.mark.slow
 def test_two_authorization_headers_are_refused(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness:
         _, good = harness.keys.create("acme", ALL)
@@ -151,6 +152,7 @@ def test_two_authorization_headers_are_refused(tmp_path: Path) -> None:
             assert refused.value.response.status_code == 400
 
 
+@pytest.mark.slow
 def test_openais_client_reads_pages_over_http(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness:
         _, files = harness.keys.create("acme", (Scope.FILES,))

@@ -64,6 +64,7 @@ def test_large_json_is_compressed_when_it_is_asked_for(
     assert unpacked(data, coding) == expected
 
 
+@pytest.mark.slow
 def test_a_client_that_knows_nothing_of_this_reads_compressed_responses(harness: HttpHarness, output: str) -> None:
     encodings = []
     hooks = {"response": [lambda response: encodings.append(response.headers.get("content-encoding"))]}
@@ -179,5 +180,6 @@ def test_any_chunks_are_one_compressed_stream(chunks: list[bytes], coding: Any) 
 
 
 @given(st.text(st.characters(codec="ascii"), max_size=60))
+@pytest.mark.slow
 def test_any_header_is_understood_or_ignored(accept: str) -> None:
     assert choose_coding(Headers(raw=[(b"accept-encoding", accept.encode())])) in (None, "gzip", "zstd")

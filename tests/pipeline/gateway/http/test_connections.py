@@ -70,6 +70,7 @@ def test_a_response_body_is_sent_before_its_headers_are_acknowledged(
     assert all(options)
 
 
+@pytest.mark.slow
 def test_connections_above_the_bound_get_503_and_are_closed(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, max_connections=3) as harness, ExitStack() as open_ones:
         for _ in range(3):
@@ -256,6 +257,7 @@ def close_code(socket: ClientConnection) -> int:
     return closed.value.rcvd.code
 
 
+@pytest.mark.slow
 def test_a_compressed_message_is_refused_and_never_inflated(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness, dial(harness) as connection:
         assert b"permessage-deflate" not in upgrade(connection, "Sec-WebSocket-Extensions: permessage-deflate\r\n")
@@ -315,6 +317,7 @@ def test_a_message_of_many_empty_fragments_is_refused_as_too_large(tmp_path: Pat
         wait_for(lambda: not harness.app.bodies._total, "it is not released")
 
 
+@pytest.mark.slow
 def test_the_number_of_unread_messages_is_bounded(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness, stream_of(harness) as socket:
         socket.socket.sendall(b"\x81\x82\0\0\0\0{}" * 30_000)
@@ -336,6 +339,7 @@ def test_a_peer_that_sends_pings_and_reads_nothing_gets_no_further_pongs(tmp_pat
     assert 0 < came < 0.9 * pings * 127
 
 
+@pytest.mark.slow
 def test_open_websockets_are_bounded_by_tenant_and_in_total(tmp_path: Path) -> None:
     def refusal(key: str) -> tuple[int, str, str | None]:
         with pytest.raises(InvalidStatus) as refused, stream_of(harness, key):

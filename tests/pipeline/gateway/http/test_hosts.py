@@ -37,6 +37,7 @@ def harness(tmp_path: Path) -> Iterator[HttpHarness]:
         yield harness
 
 
+@pytest.mark.slow
 def test_other_host_names_are_refused_while_no_key_is_needed(harness: HttpHarness) -> None:
     with harness.http() as http:
         for host in OURS:

@@ -112,6 +112,7 @@ def url(tmp_path: Path) -> Iterator[str]:
         yield harness.url.replace("http", "ws") + "/v1/stream"
 
 
+@pytest.mark.slow
 def test_each_websocket_message_counts_as_a_request_before_it_is_parsed(url: str) -> None:
     with connect(url) as socket:
         for said, code in (

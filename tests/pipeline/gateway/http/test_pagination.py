@@ -91,6 +91,7 @@ def test_a_page_of_a_large_index_reads_only_its_length(
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
+@pytest.mark.slow
 def test_a_page_of_batches_has_the_same_cost_for_any_number_of_batches(world: World, order: Order) -> None:
     store = CountingStore()
     world = replace(world, store=store)

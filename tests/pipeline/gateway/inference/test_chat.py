@@ -148,6 +148,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpHarness]:
         yield harness
 
 
+@pytest.mark.slow
 def test_the_request_of_a_disconnected_client_is_cancelled(harness: HttpHarness) -> None:
     harness.worker.pause = 0.01
     client = harness.client()
@@ -161,6 +162,7 @@ def test_the_request_of_a_disconnected_client_is_cancelled(harness: HttpHarness)
     assert len(harness.bridge) == 0
 
 
+@pytest.mark.slow
 def test_a_request_is_cancelled_after_its_send_when_the_client_disconnects_meanwhile(
     harness: HttpHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +187,7 @@ def test_a_request_is_cancelled_after_its_send_when_the_client_disconnects_meanw
     assert len(harness.worker.requests) == 1
 
 
+@pytest.mark.slow
 def test_a_request_that_times_out_is_not_retried(harness: HttpHarness) -> None:
     harness.worker.pause = 0.02
     client = harness.client().with_options(max_retries=2)
@@ -197,6 +200,7 @@ def test_a_request_that_times_out_is_not_retried(harness: HttpHarness) -> None:
     assert len(harness.worker.requests) == 1
 
 
+@pytest.mark.slow
 def test_a_slow_reader_ends_only_its_own_stream(tmp_path: Path) -> None:
     with run_http_harness(
         tmp_path,
@@ -294,6 +298,7 @@ def test_an_interrupted_stream_can_be_resumed(harness: HttpHarness) -> None:
         assert answer.status_code == 404
 
 
+@pytest.mark.slow
 def test_a_resumable_stream_without_a_reader_is_cancelled(harness: HttpHarness) -> None:
     harness.worker.pause = 0.01
     body = {
@@ -334,6 +339,7 @@ def test_a_silent_stream_sends_keep_alives_and_times_out(tmp_path: Path) -> None
         assert late.value.status_code == 408
 
 
+@pytest.mark.slow
 def test_the_same_events_over_a_websocket(harness: HttpHarness) -> None:
     url = harness.url.replace("http", "ws") + "/v1/stream"
     request = {"type": "request", "url": CHAT, "body": {"model": "tiny", "messages": HELLO, "max_tokens": 4}}

@@ -79,6 +79,7 @@ def test_given_a_flagged_stream_then_its_end_has_the_verdict(
     assert [event["tokenmill"] for event in found] == [{"content_policies": harness.worker.report.fields}]
 
 
+@pytest.mark.slow
 def test_given_a_routed_response_or_one_that_was_not_judged_then_it_is_not_cached(
     harness: HttpHarness,
 ) -> None:

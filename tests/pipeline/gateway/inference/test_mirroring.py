@@ -103,6 +103,7 @@ def count(harness: HttpHarness, kind: Any) -> int:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.slow
 def test_a_copy_goes_to_the_candidate_and_its_numbers_to_the_root(harness: HttpHarness, stream: bool) -> None:
     release = begin(harness)
     with candidate(harness, text="other ") as worker:
@@ -151,6 +152,7 @@ def test_a_copy_is_cancelled_with_the_callers_request(harness: HttpHarness) -> N
     assert (count(harness, "compared"), count(harness, "dropped")) == (0, 1)
 
 
+@pytest.mark.slow
 def test_copies_beyond_the_bound_are_dropped(harness: HttpHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirroring, "MAX_OPEN_COPIES", 2)
     begin(harness)
@@ -184,6 +186,7 @@ def test_errors_are_compared(harness: HttpHarness) -> None:
 ALL = RULES.model_copy(update={"canary": 1.0, "start_seconds": 0.3})
 
 
+@pytest.mark.slow
 def test_in_the_canary_stage_the_candidate_answers_and_the_stable_version_gets_the_copy(harness: HttpHarness) -> None:
     release = begin(harness, ALL, canary=True)
     with candidate(harness, text="other "):
@@ -196,6 +199,7 @@ def test_in_the_canary_stage_the_candidate_answers_and_the_stable_version_gets_t
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.slow
 def test_a_header_names_the_version_that_answers(harness: HttpHarness, stream: bool) -> None:
     begin(harness, ALL, canary=True)
 
@@ -217,6 +221,7 @@ def test_one_user_gets_answers_of_one_version(harness: HttpHarness) -> None:
     assert {next(iter(found)) for found in texts.values()} == {words(4), "other " * 4}
 
 
+@pytest.mark.slow
 def test_a_request_that_names_a_version_gets_it(harness: HttpHarness) -> None:
     Catalog(harness.world.store).publish_version(CatalogEntry(pin=PIN, max_model_len=2_048))
     begin(harness, ALL, canary=True)
@@ -258,6 +263,7 @@ def test_what_a_candidate_hands_back_is_answered_by_the_stable_version_alone(har
     assert (count(harness, "compared"), count(harness, "dropped")) == (0, 1), "it says nothing of the version"
 
 
+@pytest.mark.slow
 def test_the_answer_of_the_other_version_is_not_cached_as_the_candidates(
     harness: HttpHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

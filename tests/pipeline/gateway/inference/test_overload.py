@@ -100,6 +100,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize("harness", [{"steps": STEPS, "enter_seconds": 1e-6, "leave_seconds": 600.0}], indirect=True)
+@pytest.mark.slow
 def test_steps_cap_answers_route_to_the_small_model_and_refuse_bulk_requests(harness: HttpHarness) -> None:
     assert "x-tokenmill-degraded" not in chat(harness.client()).headers
     flood(harness)

@@ -65,6 +65,7 @@ def cached_response(harness: HttpHarness, **more: Any) -> Any:
         assert time.monotonic() < limit, "it is not given again"
 
 
+@pytest.mark.slow
 def test_the_same_request_is_computed_once(harness: HttpHarness) -> None:
     first = harness.client().chat.completions.create(**HELLO, **CACHED)
     assert first.usage is not None
@@ -124,6 +125,7 @@ def test_streams_are_served_from_the_cache(harness: HttpHarness) -> None:
     assert len(harness.worker.requests) == before
 
 
+@pytest.mark.slow
 def test_nondeterministic_and_failed_responses_are_not_cached(harness: HttpHarness) -> None:
     client = harness.client()
     with pytest.raises(openai.BadRequestError, match="cache needs temperature 0 or a seed"):
@@ -180,6 +182,7 @@ def test_a_cached_response_is_used_only_with_the_same_content_policies(
         assert len(harness.worker.requests) == before
 
 
+@pytest.mark.slow
 def test_caching_can_be_the_default(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, cache=CacheOptions(always=True)) as harness:
         cached_response(harness)

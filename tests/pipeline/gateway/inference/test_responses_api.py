@@ -38,6 +38,7 @@ def harness(tmp_path: Path) -> Iterator[HttpHarness]:
         yield harness
 
 
+@pytest.mark.slow
 def test_a_complete_response_of_a_chat(harness: HttpHarness) -> None:
     response = harness.client().responses.create(**HELLO, max_output_tokens=4, instructions="count")
     assert (response.output_text, response.status) == (words(4), "incomplete")
@@ -90,6 +91,7 @@ def test_each_event_is_named_and_an_interrupted_stream_is_resumed(harness: HttpH
 
 
 @pytest.mark.parametrize("resume", [0, 5])
+@pytest.mark.slow
 def test_the_last_events_may_be_larger_than_the_streams_buffer(tmp_path: Path, resume: float) -> None:
     with run_http_harness(tmp_path, streams=StreamSettings(buffer_bytes=64 << 10)) as harness:
         harness.worker.text = "x" * 2_000
@@ -99,6 +101,7 @@ def test_the_last_events_may_be_larger_than_the_streams_buffer(tmp_path: Path, r
         assert len(events[-1].response.output_text) == 40_000, "which the last four events have, and the deltas once"
 
 
+@pytest.mark.slow
 def test_errors_before_and_during_a_stream(harness: HttpHarness) -> None:
     client = harness.client()
     for stream in (False, True):
@@ -131,6 +134,7 @@ def test_errors_before_and_during_a_stream(harness: HttpHarness) -> None:
         ({"input": "a \ud800"}, 400, None),
     ],
 )
+@pytest.mark.slow
 def test_a_refusal_names_the_field(
     harness: HttpHarness, fields: dict[str, Any], status: int, param: str | None
 ) -> None:
@@ -141,6 +145,7 @@ def test_a_refusal_names_the_field(
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
 
 
+@pytest.mark.slow
 def test_a_keys_cap_has_the_name_of_the_api_and_responses_are_not_kept(harness: HttpHarness) -> None:
     _, key = harness.keys.create("acme", tuple(Scope), max_tokens=7)
     client = harness.client(key, max_retries=0)

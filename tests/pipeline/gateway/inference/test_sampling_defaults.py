@@ -33,6 +33,7 @@ def harness(tmp_path: Path) -> Iterator[HttpHarness]:
         yield harness
 
 
+@pytest.mark.slow
 def test_a_request_gets_the_models_defaults_where_it_sets_none(harness: HttpHarness) -> None:
     client = harness.client()
     for fields in ({"max_tokens": 2}, {"max_tokens": 2, "temperature": 1.0, "seed": 3}):

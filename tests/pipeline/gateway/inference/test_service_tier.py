@@ -40,6 +40,7 @@ def last_tier(harness: HttpHarness) -> Tier:
         (None, None, Tier.INTERACTIVE, None),
     ],
 )
+@pytest.mark.slow
 def test_the_tier_is_the_one_that_openai_means(
     harness: HttpHarness, given: Any, own: str | None, tier: Tier, named: str | None
 ) -> None:
@@ -60,6 +61,7 @@ def test_the_tier_is_the_one_that_openai_means(
     assert text.model_dump().get("service_tier") == named
 
 
+@pytest.mark.slow
 def test_the_events_of_a_responses_stream_name_it(harness: HttpHarness) -> None:
     events = harness.client().responses.create(
         model="tiny", input="hello", max_output_tokens=3, service_tier="flex", stream=True

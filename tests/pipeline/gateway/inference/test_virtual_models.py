@@ -89,6 +89,7 @@ def test_virtual_models_are_listed(harness: HttpHarness) -> None:
     assert found["max_model_len"] == 512, "what any of its models can take"
 
 
+@pytest.mark.slow
 def test_only_a_models_own_name_has_a_tokenizer(harness: HttpHarness) -> None:
     with harness.http() as http:
         refused = http.post("/tokenize", json={"model": "auto", "prompt": "hello"})
@@ -99,6 +100,7 @@ def test_only_a_models_own_name_has_a_tokenizer(harness: HttpHarness) -> None:
         harness.client().chat.completions.create(**body(SHORT, model="other"))
 
 
+@pytest.mark.slow
 def test_a_served_model_takes_precedence_over_a_virtual_one_of_its_name(harness: HttpHarness) -> None:
     entry = CatalogEntry(pin=PIN.model_copy(update={"name": "auto"}), max_model_len=512)
     Catalog(harness.world.store).publish(entry.model_copy(update={"published_at": harness.world.clock.now()}))

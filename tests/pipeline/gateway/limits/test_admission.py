@@ -383,6 +383,7 @@ def test_openais_client_waits_for_retry_after_and_then_succeeds(tmp_path: Path) 
         assert {answer.headers["x-ratelimit-limit-requests"] for answer in answers} == {"1000"}, "its own"
 
 
+@pytest.mark.slow
 def test_tokens_and_slots_of_complete_responses_and_of_streams(tmp_path: Path) -> None:
     limits = RateLimits(tokens_per_minute=1_000, running_requests=1)
     with run_http_harness(tmp_path, rates=RateSettings(tenant=limits, window=DAY)) as harness:
@@ -424,6 +425,7 @@ def estimated(**more: Any) -> int:
     return round(len(dump_body(body)) * DEFAULT_TOKENS_PER_BYTE)
 
 
+@pytest.mark.slow
 def test_open_jobs_of_a_tenant_are_limited(tmp_path: Path) -> None:
     rates = RateSettings(tenant=RateLimits(running_jobs=2))
     with run_http_harness(tmp_path, permits=0, rates=rates) as harness:
@@ -507,6 +509,7 @@ def test_choices_of_a_prompt_are_one_row(tmp_path: Path) -> None:
         assert refused.json()["error"]["message"].startswith("input asks for 5 rows, but this tenant may have 4")
 
 
+@pytest.mark.slow
 def test_tokenizing_counts_like_a_prompt(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, rates=RateSettings(tenant=RateLimits(tokens_per_minute=1_000), window=DAY)) as h:
         _, key = h.keys.create("acme", ALL)

@@ -142,6 +142,7 @@ def test_unused_tokens_are_released_with_the_response(harness: HttpHarness) -> N
     assert [left[0] - left[1], left[1] - left[2]] == [8, 8]
 
 
+@pytest.mark.slow
 def test_a_stream_without_a_worker_releases_its_slot(tmp_path: Path) -> None:
     with slow_harness(tmp_path, streams=StreamSettings(max_resumable=0)) as harness, harness.http() as http:
         response = http.post(CHAT, json=body(stream=True, tokenmill={"resume": 5}))
@@ -149,6 +150,7 @@ def test_a_stream_without_a_worker_releases_its_slot(tmp_path: Path) -> None:
         again(http)
 
 
+@pytest.mark.slow
 def test_resumable_streams_of_one_tenant_dont_block_other_tenants(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, streams=StreamSettings(max_resumable=3, max_resumable_per_tenant=2)) as harness:
         keys = {name: harness.keys.create(name, (Scope.INFERENCE,))[1] for name in ("one", "other", "third")}
@@ -168,6 +170,7 @@ def full(of: str) -> str:
     return f"{of} streams that can be gone on with are open"
 
 
+@pytest.mark.slow
 def test_a_too_slow_reader_can_send_its_request_again(tmp_path: Path) -> None:
     with (
         slow_harness(tmp_path, streams=StreamSettings(buffer_bytes=2_000, first_event_timeout_seconds=0.0)) as harness,
@@ -177,6 +180,7 @@ def test_a_too_slow_reader_can_send_its_request_again(tmp_path: Path) -> None:
         stream_until(b"stream_overrun", max_tokens=2_000)(http)
 
 
+@pytest.mark.slow
 def test_a_stream_cut_off_by_shutdown_releases_its_slot_before_its_last_event(tmp_path: Path) -> None:
     running = SlowSlots(SystemClock())
     with slow_harness(tmp_path, running, settings=GatewayOptions(drain_seconds=0.1)) as harness:

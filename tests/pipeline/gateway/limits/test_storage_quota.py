@@ -75,6 +75,7 @@ def refusal(files: Files, world: World, folder: Path, size: int, quota: StorageQ
     return refused.value
 
 
+@pytest.mark.slow
 def test_an_upload_above_the_quota_is_refused_until_files_are_deleted(tmp_path: Path) -> None:
     content = lines(4)
     limits = RateLimits(stored_bytes=2 * len(content), stored_files=4)

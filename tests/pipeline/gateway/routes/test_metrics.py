@@ -103,6 +103,7 @@ def test_rows_and_tokens_are_those_of_the_manifests(tmp_path: Path) -> None:
         assert "tokenmill_cost_total" not in found.names, "no price was configured"
 
 
+@pytest.mark.slow
 def test_open_jobs_are_in_the_metrics_until_they_end(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, permits=0) as harness:
         job = batch(harness, lines(30))
@@ -124,6 +125,7 @@ def test_open_jobs_are_in_the_metrics_until_they_end(tmp_path: Path) -> None:
         assert not found.all("tokenmill_oldest_waiting_seconds")
 
 
+@pytest.mark.slow
 def test_the_age_of_a_job_without_a_worker_grows(tmp_path: Path) -> None:
     with run_http_harness(tmp_path, permits=0) as harness:
         batch(harness, lines(10))
@@ -135,6 +137,7 @@ def test_the_age_of_a_job_without_a_worker_grows(tmp_path: Path) -> None:
         assert found.sum("tokenmill_oldest_waiting_seconds", tier="standard") < 530
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_as_a_whole_is_counted(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness:
         batch(harness, lines(2) + b"not json\n")
@@ -142,6 +145,7 @@ def test_a_job_that_fails_as_a_whole_is_counted(tmp_path: Path) -> None:
         assert found.sum("tokenmill_jobs_ended_total", status="failed", tier="standard") == 1
 
 
+@pytest.mark.slow
 def test_responses_are_counted_by_result(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness:
         client = harness.client()
@@ -168,6 +172,7 @@ def test_responses_are_counted_by_result(tmp_path: Path) -> None:
         assert found.sum("tokenmill_inference_requests", state="waiting") == 0
 
 
+@pytest.mark.slow
 def test_request_metrics_are_labelled_by_route_and_never_by_path(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness, harness.http() as http:
         for number in range(8):
@@ -221,6 +226,7 @@ WORKER_METRICS = WorkerMetrics(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_metrics_of_each_live_worker_are_exposed(tmp_path: Path) -> None:
     with run_http_harness(tmp_path) as harness:
         for name, metrics in (("w1", WORKER_METRICS), ("w2", WorkerMetrics(model="b", generated=7))):

@@ -137,6 +137,7 @@ def test_an_event_is_delivered_unchanged_when_a_dead_receiver_recovers(
     assert abs(int(last.headers["webhook-timestamp"]) - last.at) <= 2, "the time is that of the try"
 
 
+@pytest.mark.slow
 def test_after_a_crash_events_are_repeated_and_none_is_lost(harness: HttpHarness, receiver: Receiver) -> None:
     """Killed after each step: when the receiver has answered, when the due is written, and before anything."""
     world, target = harness.world, endpoint(receiver.url())
@@ -173,6 +174,7 @@ def test_a_slow_or_dead_endpoint_does_not_delay_others(harness: HttpHarness, rec
     slow.kill()
 
 
+@pytest.mark.slow
 def test_redirects_are_not_followed(harness: HttpHarness, receiver: Receiver) -> None:
     elsewhere = Receiver()
     receiver.status, receiver.location = 307, elsewhere.url("/stolen")

@@ -111,6 +111,7 @@ def eventually(there: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_thousand_wait_at_once_and_each_gets_its_own_answer(make_harness: Any) -> None:
     harness = make_harness()
     waiting = [harness.start(f"t{n}", {**BODY, "seed": n}) for n in range(1_000)]
@@ -265,6 +266,7 @@ def test_a_workers_error_has_the_names_of_the_url(make_harness: Any) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_revoked_task_is_cancelled_on_the_lane(make_harness: Any) -> None:
     harness = make_harness()
     task = harness.start("t")
@@ -275,6 +277,7 @@ def test_a_revoked_task_is_cancelled_on_the_lane(make_harness: Any) -> None:
     assert task.body is None
 
 
+@pytest.mark.slow
 def test_without_an_answer_in_time_the_task_ends_with_a_timeout_error(make_harness: Any) -> None:
     task = make_harness().start("t", timeout=0.3)
     eventually(lambda: task.body is not None)
@@ -294,6 +297,7 @@ def test_an_answer_that_cant_be_stored_is_retried_until_it_can(make_harness: Any
     assert task.body == {"id": "x"}
 
 
+@pytest.mark.slow
 def test_at_the_end_waiting_tasks_are_sent_to_another_ingest_worker_and_find_the_same_answer(make_harness: Any) -> None:
     harness = make_harness()
     task = harness.start("t")

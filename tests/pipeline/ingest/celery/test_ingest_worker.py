@@ -447,6 +447,7 @@ def test_ingest_can_be_stopped_while_its_broker_is_away(harness: CeleryHarness, 
     assert not harness.threads[0].is_alive()
 
 
+@pytest.mark.slow
 def test_a_pickle_is_never_read_and_the_processs_own_celery_is_let_be(harness: CeleryHarness) -> None:
     before = current_app._get_current_object()
     its_broker = before.conf.broker_url

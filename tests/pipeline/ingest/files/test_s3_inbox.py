@@ -195,6 +195,7 @@ def drain(harness: NotifiedInboxHarness, events: BucketEvents) -> None:
     raise AssertionError(f"{harness.left()} messages stay on the queue")
 
 
+@pytest.mark.slow
 def test_given_uploads_at_once_and_in_parts_when_events_come_then_each_is_one_job_and_the_queue_is_empty(
     harness: NotifiedInboxHarness,
 ) -> None:
@@ -226,6 +227,7 @@ def test_given_events_that_get_lost_when_the_watch_sweeps_then_nothing_is(harnes
     assert len(harness.jobs()) == 1
 
 
+@pytest.mark.slow
 def test_given_a_watch_that_runs_when_files_are_dropped_then_they_are_jobs_at_once_and_it_can_be_stopped(
     harness: NotifiedInboxHarness,
 ) -> None:
@@ -376,6 +378,7 @@ def test_given_a_versioned_bucket_when_a_file_is_deleted_before_its_event_comes_
     assert versioned.inbox().find("a.jsonl", "no-such-version") is None
 
 
+@pytest.mark.slow
 def test_given_options_in_metadata_when_the_event_comes_then_the_job_has_them_and_the_tenant_is_the_inboxs(
     harness: NotifiedInboxHarness,
 ) -> None:
@@ -387,6 +390,7 @@ def test_given_options_in_metadata_when_the_event_comes_then_the_job_has_them_an
     assert [code for code, _ in harness.dead_letters()] == ["unknown_option"]
 
 
+@pytest.mark.slow
 def test_given_an_announced_sidecar_when_it_comes_later_then_the_file_waits_for_it(
     harness: NotifiedInboxHarness,
 ) -> None:

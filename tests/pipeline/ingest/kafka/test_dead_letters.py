@@ -87,6 +87,7 @@ def test_given_a_topic_that_was_silent_when_it_is_back_then_it_gets_the_messages
     assert [again[one] for one in whole] == [2, 2], "they are not the same"
 
 
+@pytest.mark.slow
 def test_given_unsent_dead_letters_when_the_publisher_dies_anywhere_then_each_is_sent_and_none_is_left(
     harness: KafkaHarness, nowhere: KafkaHarness
 ) -> None:

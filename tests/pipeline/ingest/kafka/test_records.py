@@ -98,6 +98,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderStore]:
 
 
 @given(RECORDS)
+@pytest.mark.slow
 def test_given_any_records_when_they_are_sorted_then_each_is_in_one_group_and_says_the_same(found: Found) -> None:
     records = numbered(found)
 
@@ -119,6 +120,7 @@ def test_given_any_records_when_they_are_sorted_then_each_is_in_one_group_and_sa
 
 @given(RECORDS)
 @settings(max_examples=40, deadline=None)
+@pytest.mark.slow
 def test_given_a_stored_batch_when_its_jobs_are_derived_again_then_they_are_the_same_and_hold_each_line(
     store: FolderStore, found: Found
 ) -> None:

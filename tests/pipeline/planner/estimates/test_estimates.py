@@ -39,6 +39,7 @@ def test_measuring_finds_what_planning_finds(tools: Any) -> None:
     assert not estimate.exact
 
 
+@pytest.mark.slow
 def test_exact_estimates_tokenize_every_prompt(tools: Any) -> None:
     counted: list[str] = []
 

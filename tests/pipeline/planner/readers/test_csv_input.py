@@ -162,6 +162,7 @@ def test_a_header_is_bounded_before_its_columns_are_made(monkeypatch: pytest.Mon
     assert values(wide + b"a,b,c\n")[2]["custom_id"] == "a"
 
 
+@pytest.mark.slow
 def test_rows_are_counted_by_what_they_become(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expansion, "ALWAYS_DECODED_BYTES", 1 << 20)
     monkeypatch.setattr(expansion, "MAX_EXPANSION", 50)

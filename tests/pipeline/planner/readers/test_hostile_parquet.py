@@ -159,6 +159,7 @@ def test_a_row_that_carries_too_much_is_refused_and_carries_nothing(kind: str) -
 
 
 @pytest.mark.parametrize("rows", [300, 5_000])
+@pytest.mark.slow
 def test_batches_are_the_same_however_rows_are_divided_into_row_groups(rows: int) -> None:
     table = pa.table({"custom_id": [str(row) for row in range(rows)], "prompt": [f"p {row}" for row in range(rows)]})
     found = [

@@ -35,6 +35,7 @@ def test_every_division_of_the_workers_is_compared_with_the_whole() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_requests_arrive_in_proportion_to_the_price() -> None:
     given = (ONE, Machines(2, HARDWARE["a100"]))
     compared = candidates(SETTINGS, PRICES, replace(ONE, count=2), given)
@@ -60,6 +61,7 @@ def test_the_goodput_is_the_highest_rate_that_keeps_the_targets() -> None:
     assert chosen.requests_per_second == pytest.approx(0.7 * found.goodput)
 
 
+@pytest.mark.slow
 def test_targets_that_no_rate_keeps_are_an_error_only_where_they_choose_the_load() -> None:
     strict = replace(SETTINGS, targets=LatencyTargets(ttft_seconds=0.001))
     compared = candidates(strict, PRICES, ONE)

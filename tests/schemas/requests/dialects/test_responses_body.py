@@ -257,6 +257,7 @@ ITEMS = st.lists(st.builds(lambda item, kind: {**item, "type": kind} if isinstan
 
 
 @given(st.dictionaries(st.sampled_from([*ResponsesBody.model_fields, *NO_CHANGE, "x"]), JSON, max_size=3), ITEMS | JSON)
+@pytest.mark.slow
 def test_any_json_is_a_chat_or_a_row_error(fields: dict[str, Any], items: Any) -> None:
     try:
         body = parse_body(RESPONSES_URL, {"model": "m", "input": items, **fields})

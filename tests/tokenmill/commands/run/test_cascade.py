@@ -164,6 +164,7 @@ keywords = ["falcon"]
     assert done.json()["steps"][0]["rejected"] == {"routed": 1, "unanswered": 1}
 
 
+@pytest.mark.slow
 def test_options_that_do_not_fit_are_refused(tokenmill: Any, folder: Path, model_folder: Path, chat: Any) -> None:
     (folder / "in.jsonl").write_text(json.dumps(chat("a")) + "\n")
     (folder / "accept.toml").write_text("max_chars = 3\n")

@@ -118,6 +118,7 @@ def test_given_an_empty_file_when_run_then_it_ends_well_with_no_rows(
     assert results(folder / "out") == []
 
 
+@pytest.mark.slow
 def test_given_an_invalid_input_when_it_was_corrected_then_the_same_command_succeeds(
     tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
@@ -159,6 +160,7 @@ def test_given_few_long_requests_when_run_then_the_cache_is_no_larger_than_they_
     assert cache_sizes == [(3, 256)]
 
 
+@pytest.mark.slow
 def test_given_on_invalid_job_when_a_line_is_bad_then_the_job_is_refused_before_anything_is_computed(
     tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
@@ -201,6 +203,7 @@ def test_given_a_finished_job_when_the_same_command_runs_again_then_nothing_is_c
     assert before != digests(folder / "out")  # the fresh run answered anew
 
 
+@pytest.mark.slow
 def test_given_json_when_a_job_ends_then_stdout_is_one_document_with_its_outcome(
     tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
@@ -241,6 +244,7 @@ def test_given_names_limits_and_a_template_when_run_then_each_option_is_obeyed(
     assert two[0]["prompt_tokens"] < one[0]["prompt_tokens"]
 
 
+@pytest.mark.slow
 def test_given_parquet_when_run_then_other_columns_are_carried_through(
     tokenmill: Cli, folder: Path, model_folder: Path, results: Results
 ) -> None:

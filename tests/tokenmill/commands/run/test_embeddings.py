@@ -20,6 +20,7 @@ def embedding_row(custom_id: str, given: Any, **body: Any) -> dict[str, Any]:
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/embeddings", "body": body}
 
 
+@pytest.mark.slow
 def test_given_a_file_of_texts_when_run_then_each_row_has_its_vector_and_bad_rows_have_reasons(
     tokenmill: Cli, folder: Path, embedding_model: Path, chat: Any, write_lines: Any, results: Any
 ) -> None:
@@ -53,6 +54,7 @@ def test_given_a_file_of_texts_when_run_then_each_row_has_its_vector_and_bad_row
     np.testing.assert_array_equal(np.float32(first["response"]["body"]["data"][0]["embedding"]), vectors[0])
 
 
+@pytest.mark.slow
 def test_given_parquet_with_a_column_of_inputs_when_run_then_it_is_embedded(
     tokenmill: Cli, folder: Path, embedding_model: Path, results: Any
 ) -> None:

@@ -74,6 +74,7 @@ def test_given_a_tiny_limit_when_a_job_would_fit_one_shard_then_a_small_shard_me
     assert sum(rows(folder / "out").values()) == given
 
 
+@pytest.mark.slow
 def test_given_a_job_smaller_than_what_shows_its_cost_then_the_summary_says_that_it_cost_more_than_its_limit(
     tokenmill: Cli, folder: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:

@@ -58,6 +58,7 @@ def run(tokenmill: Cli, model_folder: Path, files: Path) -> Cli:
     return call
 
 
+@pytest.mark.slow
 def test_given_a_table_when_run_then_it_comes_back_with_the_typed_columns_that_map_makes(
     run: Cli, files: Path, model_folder: Path
 ) -> None:
@@ -83,6 +84,7 @@ def test_given_a_table_when_run_then_it_comes_back_with_the_typed_columns_that_m
     assert digests(files / "out") == before
 
 
+@pytest.mark.slow
 def test_given_text_formats_and_limits_when_run_then_the_table_has_so_many_rows(run: Cli, files: Path) -> None:
     (files / "in.csv").write_text('item,n\n"one, two",1\n,2\n')
     (files / "in.jsonl").write_text('{"item": ["x"], "n": null}\n{"n": 4}\n')
