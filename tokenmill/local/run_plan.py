@@ -12,12 +12,14 @@ from schemas.jobs.inputs import InputRef
 from schemas.jobs.job import JobSettings, Tier
 from schemas.jobs.plan import PlanSegment
 from schemas.models import ModelPin
+from schemas.settings.settings import Settings
 from tokenmill.config import job_options
 from tokenmill.config.engine_choice import choose_engines
 from tokenmill.config.engine_options import EngineOptions
 from tokenmill.config.job_options import ChosenModel
 from tokenmill.settings import read_settings
 from workers.model.loaded_model import LoadedModel
+from workers.policies.policy import Policies
 from workers.settings import WorkerSettings
 from workers.text.chat_options import OWN_CHAT, ChatOptions
 
@@ -105,14 +107,19 @@ def make_plan(
         chat=chat,
         fresh=fresh,
         price_per_hour=price_per_hour,
-        worker=WorkerSettings(
-            request_timeout_seconds=settings.request_timeout_seconds,
-            checkpoint_seconds=settings.checkpoint_seconds,
-            policies=policies,
-        ),
+        worker=worker_settings(settings, policies),
         deadline=deadline,
         max_cost=max_cost,
         reuse=None if reuse is None else reuse.expanduser(),
+    )
+
+
+def worker_settings(settings: Settings, policies: Policies) -> WorkerSettings:
+    """The settings of a run's worker."""
+    return WorkerSettings(
+        request_timeout_seconds=settings.request_timeout_seconds,
+        checkpoint_seconds=settings.checkpoint_seconds,
+        policies=policies,
     )
 
 

@@ -233,8 +233,7 @@ def _plan(
     from pipeline.jobs.retry import retried_settings, retry_spending_limit
     from tokenmill.config import job_options
     from tokenmill.config.engine_choice import choose_engines
-    from tokenmill.local.run_plan import RunPlan
-    from workers.settings import WorkerSettings
+    from tokenmill.local.run_plan import RunPlan, worker_settings
     from workers.text.chat_options import OWN_CHAT
 
     settings, job = read_settings(), first.job
@@ -253,11 +252,7 @@ def _plan(
         chat=chat,
         fresh=fresh,
         price_per_hour=price_per_hour,
-        worker=WorkerSettings(
-            request_timeout_seconds=settings.request_timeout_seconds,
-            checkpoint_seconds=settings.checkpoint_seconds,
-            policies=policies,
-        ),
+        worker=worker_settings(settings, policies),
         deadline=overrides.deadline,
         max_cost=retry_spending_limit(job, overrides),
         retry_of=job.id,
