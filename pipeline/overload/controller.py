@@ -95,7 +95,7 @@ class OverloadController:
         """Read the lane, and each second the workers' reports; then update the ladders."""
         now = self._clock.monotonic()
         try:
-            self._read_lane()
+            self._read_lane(now)
             if now >= self._next_report:
                 self._next_report = now + REPORT_SECONDS
                 self._read_reports(now)
@@ -103,14 +103,14 @@ class OverloadController:
             logger.warning("the load is not known: nothing is refused after a while", reason=str(error))
         self._update_ladders()
 
-    def _read_lane(self) -> None:
+    def _read_lane(self, now: float) -> None:
         with self._lock:
             models = list(self._queues)
             own = {model: self._queues[model].waiting.total() for model in models}
         waiting = self._lane.waiting(models) if models else {}
         with self._lock:
             for model in models:
-                self._queues[model].set_total(waiting[model], own[model])
+                self._queues[model].set_total(waiting[model], own[model], now)
 
     def _read_reports(self, now: float) -> None:
         states, metrics = self._heartbeats.workers(), self._heartbeats.metrics()
@@ -191,7 +191,7 @@ class OverloadController:
             left = math.inf
             if request.deadline is not None:
                 left = (request.deadline - self._clock.now()).total_seconds()
-            excess = excess_seconds(expected, load, self._promises, request.tier, left)
+            excess = excess_seconds(expected, load, ahead, self._promises, request.tier, left)
             if excess > 0:
                 why = f"the first token is expected after {expected.ttft_seconds:.2f} s, later than promised"
                 self._refuse(name, request.tier, why, excess)

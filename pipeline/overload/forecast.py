@@ -74,13 +74,32 @@ class PoolLoad:
             return 0.0
         if not self.slots:
             return inf
+        return max(to_end * self.slot_seconds / self.slots, self._end_seconds(ceil(to_end), of_unknown=0.0))
+
+    def _end_seconds(self, nth: int, of_unknown: float) -> float:
+        """Time until the nth end of an answer from now, from 1, while all rows are held.
+
+        Args:
+            of_unknown: when the last of the rows whose age is not known ends, as a share of `slot_seconds`; they end in
+                regular intervals until then.
+        """
         slot = self.slot_seconds
-        rounds, nth = divmod(ceil(to_end) - 1, self.slots)
-        # Requests ahead will take the free rows now; rows whose age is not known end at any time.
+        # Requests ahead will take the free rows now.
         ages = (*self.ages, *[0.0] * int(self.slots - self.running))[: self.slots]
-        left = sorted(max(0.0, slot - age) for age in ages)
-        at_least = left[nth - self.slots] if nth >= self.slots - len(left) else 0.0
-        return max(to_end * slot / self.slots, rounds * slot + at_least)
+        unknown = self.slots - len(ages)
+        left = [max(0.0, slot - age) for age in ages]
+        left += [slot * of_unknown * (row + 1) / unknown for row in range(unknown)]
+        rounds, row = divmod(nth - 1, self.slots)
+        return rounds * slot + sorted(left)[row]
+
+    def seconds_until_wait(self, ahead: float, wait_seconds: float) -> float:
+        """Time until a request behind so many others would wait so long at most."""
+        to_end = ceil(self.running + ahead + 1 - self.slots)
+        if to_end <= 0 or not self.slots:
+            return 0.0
+        may_be_left = int(wait_seconds * self.slots / self.slot_seconds) if self.slot_seconds else to_end
+        by_count = self._end_seconds(to_end - may_be_left, of_unknown=1.0) if may_be_left < to_end else 0.0
+        return max(by_count, self._end_seconds(to_end, of_unknown=0.0) - wait_seconds)
 
     def corrected(self, starts_per_second: float) -> PoolLoad:
         """The load, if the full batches are seen to begin so many answers a second: rows are then held as long as that
@@ -145,16 +164,20 @@ def requests_ahead(waiting: Mapping[str, int], total: int, tenant: str) -> float
     return ahead + (others * ahead / known if known else others)
 
 
-def excess_seconds(one: Forecast, load: PoolLoad, promises: Promises, tier: Tier, timeout_seconds: float) -> float:
+def excess_seconds(
+    one: Forecast, load: PoolLoad, ahead: float, promises: Promises, tier: Tier, timeout_seconds: float
+) -> float:
     """Seconds until the forecast lies within the tier's promise; 0: it does now.
 
     Only waiting ends by itself: a request that would be late without any waiting is not refused.
 
     Args:
+        one: the forecast behind so many requests `ahead`.
         timeout_seconds: after which the request's caller gives up.
     """
     late = one.wait_seconds - INTERACTIVE_SHARES[tier] * promises.allowed_wait(load)
     promise = promises.ttft_seconds.get(tier)
     if tier is not Tier.INTERACTIVE and promise is not None:
         late = max(late, one.ttft_seconds - PROMISE_SHARE * promise)
-    return max(0.0, min(max(late, one.end_seconds - timeout_seconds), one.wait_seconds))
+    late = min(max(late, one.end_seconds - timeout_seconds), one.wait_seconds)
+    return load.seconds_until_wait(ahead, one.wait_seconds - late) if late > 0 else 0.0

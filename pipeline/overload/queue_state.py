@@ -12,6 +12,8 @@ from pipeline.overload.forecast import PoolLoad
 _WINDOW_SECONDS: Final = 5.0
 _MIN_WINDOW_SECONDS: Final = 1.0
 _MIN_STARTS: Final = 5
+_MAX_STARTS: Final = 4_096
+"""Starts at other gateways that are remembered: rows of all batches, at most."""
 _SMOOTHING: Final = 0.2
 """Weight of the latest sample in the mean time to a first token without waiting."""
 
@@ -53,8 +55,10 @@ class QueueState:
     first_token_seconds: float | None = None
     reported: PoolLoad | None = None
     peak: float = 0.0
+    _others_starts: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_STARTS))
     _starts: deque[float] = field(default_factory=deque)
     _full_since: float | None = None
+    _held_before: float = 0.0  # rows that were held before that
     _totals: deque[int] = field(default_factory=lambda: deque(maxlen=2))  # waiting, at the last two readings
 
     @property
@@ -62,10 +66,13 @@ class QueueState:
         """Requests without a first token, of all gateways."""
         return self.waiting.total() + self.others_waiting
 
-    def set_total(self, total: int, own: int) -> None:
-        """Record the requests that wait on the lane, and the own ones among them."""
+    def set_total(self, total: int, own: int, now: float) -> None:
+        """Record the requests that wait on the lane, and the own ones among them. Others that wait no longer have
+        begun since the last reading, but for those whose callers left."""
         self._totals.append(total)
-        self.others_waiting = max(0, total - own)
+        others = max(0, total - own)
+        self._others_starts.extend([now] * (self.others_waiting - others))
+        self.others_waiting = others
 
     def enter(self, request: OwnRequest) -> None:
         """Count an admitted request."""
@@ -103,12 +110,11 @@ class QueueState:
         beginning = load.slots * load.first_token_seconds / load.slot_seconds if load.slot_seconds else 0.0
         if min(self._totals, default=0) > beginning + 1:  # else they would have begun: no row is free
             running = max(running, load.slots - beginning)
-        ages = tuple(now - began + load.first_token_seconds for began in self.running.values())
-        load = replace(load, running=running, ages=ages)
         if running + self.total_waiting <= load.slots:
-            self._full_since = None
-            return load
+            self._full_since, self._held_before = None, running
+            return replace(load, running=running, ages=self._ages(load, running, now))
         self._full_since = now if self._full_since is None else self._full_since
+        load = replace(load, running=running, ages=self._ages(load, running, now))
         window = min(_WINDOW_SECONDS, now - self._full_since)
         while self._starts and self._starts[0] < now - _WINDOW_SECONDS:
             self._starts.popleft()
@@ -116,3 +122,13 @@ class QueueState:
         if window < _MIN_WINDOW_SECONDS or starts < _MIN_STARTS or not own:
             return load
         return load.corrected(starts / window * self.total_waiting / own)
+
+    def _ages(self, load: PoolLoad, running: float, now: float) -> tuple[float, ...]:
+        """For how long rows have been held: by own requests, by others since they don't wait, and the rows that were
+        free before all were held. Rows of others that are older than a mean answer have probably ended."""
+        first = load.first_token_seconds
+        own = [now - began + first for began in self.running.values()]
+        others = [now - at + first for at in reversed(self._others_starts)]
+        if self._full_since is not None:
+            others += [now - self._full_since + first] * int(running - self._held_before)
+        return (*own, *(age for age in others if age < load.slot_seconds))[: int(running)]

@@ -50,9 +50,10 @@ class Sent:
 
 @dataclass
 class Pool:
-    """Two workers of `slots` rows each, and gateways. Answers take 0.7 to 1.3 times `SLOT_SECONDS`.
+    """Two workers of `slots` rows each, and gateways.
 
     Attributes:
+        spread: answers take `SLOT_SECONDS`, up to this share more or less.
         sent: all requests that were admitted, or refused.
     """
 
@@ -60,6 +61,7 @@ class Pool:
     num_gateways: int = 1
     slots: int = 8
     seed: int = 0
+    spread: float = 0.3
     sent: list[Sent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -132,7 +134,7 @@ class Pool:
             while self._queue and len(running) < self.slots:
                 one = self._queue.popleft()
                 one.began = now
-                running.append((now + SLOT_SECONDS * self.random.uniform(0.7, 1.3), one))
+                running.append((now + SLOT_SECONDS * self.random.uniform(1 - self.spread, 1 + self.spread), one))
                 self._first.append((now + FIRST_SECONDS, one))
             if now >= self._next_report[worker]:
                 self._next_report[worker] = now + REPORT_SECONDS
