@@ -1,1 +1,1 @@
-"""Tables in, tables out: a prompt template over the rows of a frame, and typed columns of answers."""
+"""Tables in, tables out: texts rendered from the rows of a frame, and typed columns of answers."""

@@ -126,7 +126,7 @@ class DictsFrame:
 
 class PandasFrame:
     """A pandas DataFrame. Integers and truth values with nulls become pandas' own nullable types, enums categories,
-    lists and structs Python's lists and dicts."""
+    vectors numpy's arrays, other lists and structs Python's lists and dicts."""
 
     def __init__(self, frame: Any) -> None:
         self._frame = frame
@@ -150,7 +150,9 @@ class PandasFrame:
         nullable = {pa.int32(): pandas.Int32Dtype(), pa.int64(): pandas.Int64Dtype(), pa.bool_(): pandas.BooleanDtype()}
         new: dict[str, Any] = {}
         for name, column in zip(added.column_names, added.columns, strict=True):
-            if pa.types.is_nested(column.type):
+            if pa.types.is_fixed_size_list(column.type):
+                values = column.to_pandas()
+            elif pa.types.is_nested(column.type):
                 values = pandas.Series(column.to_pylist(), dtype=object)
             else:
                 values = column.to_pandas(types_mapper=nullable.get)

@@ -13,9 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.jobs.submit import DifferentJob
+from schemas.jobs.arrow_schemas import RESULT_FIELDS
 from schemas.jobs.job import JobSettings
 from schemas.requests.errors import RowError
-from schemas.requests.parsing import CHAT_URL, ChatBody, parse_body
+from schemas.requests.parsing import Body, parse_body
 from tokenmill import output
 from tokenmill.config import job_options
 from tokenmill.config.engine_options import EngineOptions, engine_options
@@ -23,19 +24,18 @@ from tokenmill.config.former import FormerUnusable
 from tokenmill.config.inputs import pin
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.requests import REQUESTS, FieldSharing, TableRequests, write_into_job
+from tokenmill.frames.tasks.task import Task
 from tokenmill.local.estimate import JobDryRuns
 from tokenmill.local.execute import run_with_progress
 from tokenmill.local.pricing import price_of_worker
 from tokenmill.local.run_plan import make_plan
 from tokenmill.settings import read_settings
 from workers.model.loaded_model import model_path
-from workers.structured.constraints import form_of
-from workers.structured.grammar import Grammars
-from workers.text.tokenizer import Tokenizer
+from workers.text.chat_options import OWN_CHAT
 
-COLUMNS = ("row", "text", "finish_reason", "error_code", "error_message", "prompt_tokens", "cached_tokens",
-           "completion_tokens", "request_key", "reused_from")  # fmt: skip
-"""Of the results, that become columns of the table."""
+COLUMNS = ("row", "error_code", "error_message", "prompt_tokens", "cached_tokens", "completion_tokens", "request_key",
+           "reused_from")  # fmt: skip
+"""Of the results, that become columns of every table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,57 +79,45 @@ class TableEstimate:
 class TableJob:
     """A table's requests for one model, with a check of everything that can be checked without computing.
 
+    Attributes:
+        answers: makes the columns of the answers.
+
     Args:
         model: MODEL or NAME=MODEL, as `tokenmill run --model` has it.
-        body: the fields of every request besides model and messages.
         wanted, engine: None: those of the environment.
 
     Raises:
-        InvalidCall: a field of the body is invalid, or the answer's form can't be enforced.
+        InvalidCall: a field of the requests is invalid, or the model can't give such answers.
         ModelError: the model can't be found or fetched.
     """
 
     def __init__(
         self,
+        task: Task,
         requests: TableRequests,
         model: str,
-        body: Mapping[str, Any],
         wanted: JobSettings | None = None,
         engine: EngineOptions | None = None,
     ) -> None:
-        self._requests = requests
+        self._task, self._requests = task, requests
         self._settings = read_settings()
         self._wanted = wanted or job_options.job_settings(self._settings)
         self._engine = engine or engine_options(self._settings)
         self._given_model = model
         name, _ = job_options.split_name(model)
-        self._body = {"model": name, **body}
-        sample = self._parsed({"messages": [{"role": "user", "content": "a"}]})
+        self._body = {"model": name, **task.body}
+        sample = self._parsed(task.request(dict.fromkeys(task.texts, "a")))
         self._model = job_options.choose_model(model, self._settings.model_cache)
-        self._check_form(sample)
+        self.answers = task.answers(model_path(self._model.source.path), sample)
 
-    def _parsed(self, more: Mapping[str, Any]) -> ChatBody:
+    def _parsed(self, more: Mapping[str, Any]) -> Body:
         try:
-            parsed = parse_body(CHAT_URL, {**self._body, **more}, self._wanted.limits)
+            return parse_body(self._task.url, {**self._body, **more}, self._wanted.limits)
         except RowError as error:
             raise InvalidCall(error.message) from error
-        assert isinstance(parsed, ChatBody)
-        return parsed
-
-    def _check_form(self, body: ChatBody) -> None:
-        """Compile the answer's grammar with the model's tokens: else every row would fail."""
-        if body.response_format is None and body.structured_outputs is None:
-            return
-        tokenizer = Tokenizer.load(model_path(self._model.source.path))
-        try:
-            form = form_of(body, tokenizer)
-            if form is not None:
-                Grammars(tokenizer, tokenizer.size, ()).compile(form)
-        except RowError as error:
-            raise InvalidCall(f"output schema: {error.message}") from error
 
     def run(self, folder: Path, reuse: Path | None = None) -> pa.Table:
-        """The results, in the rows' order, with `COLUMNS`. A job that a killed run left in the folder goes on.
+        """The results; see `results`. A job that a killed run left in the folder goes on.
 
         Args:
             reuse: former results, whose answers rows with equal keys take.
@@ -141,8 +129,9 @@ class TableJob:
         """
         path, price = self.write(folder), price_of_worker(self._settings)
         plan = make_plan(
-            str(path), [self._given_model], folder, self._wanted, self._engine, price_per_hour=price, reuse=reuse
-        )
+            str(path), [self._given_model], folder, self._wanted, self._engine, self._task.chat or OWN_CHAT,
+            price_per_hour=price, reuse=reuse,
+        )  # fmt: skip
         try:
             done = run_with_progress(plan)
         except DifferentJob as error:
@@ -154,7 +143,18 @@ class TableJob:
             raise InvalidCall(f"reuse: {error}") from error
         if done.manifest is None:
             raise KeyboardInterrupt("stopped; with an output_dir the same call goes on from what is committed")
-        return read_results(folder)
+        return self.results(folder)
+
+    def results(self, folder: Path) -> pa.Table:
+        """The results of the job in the folder, which has ended: in the rows' order, with `COLUMNS` and those that the
+        answers are made from."""
+        results = pq.read_table(folder / "results", columns=[*COLUMNS, *self._task.results])
+        return results.cast(pa.schema([_large(field) for field in results.schema])).sort_by("row")
+
+    def no_results(self) -> pa.Table:
+        """The results of a table without rows."""
+        wanted = {*COLUMNS, *self._task.results}
+        return pa.schema([field for field in RESULT_FIELDS if field.name in wanted]).empty_table()
 
     def write(self, folder: Path, *, fresh: bool = False) -> Path:
         """Write the requests into a job's folder; see `write_into_job`."""
@@ -192,9 +192,11 @@ def engine_of(keywords: Mapping[str, Any]) -> EngineOptions:
     return engine_options(read_settings(), **given)
 
 
-def read_results(folder: Path) -> pa.Table:
-    """The results of the job in the folder, in the rows' order, with `COLUMNS`."""
-    return pq.read_table(folder / "results", columns=list(COLUMNS)).sort_by("row")
+def _large(field: pa.Field) -> pa.Field:
+    """The field with offsets of 64 bits: rows are sorted by copying a column whole, and texts or vectors may have more
+    than 2^31 bytes or numbers."""
+    large = {pa.string(): pa.large_string(), pa.list_(pa.float32()): pa.large_list(pa.float32())}
+    return field.with_type(large.get(field.type, field.type))
 
 
 @contextmanager

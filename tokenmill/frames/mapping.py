@@ -3,54 +3,33 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import pyarrow as pa
 from rich.text import Text
 
 from tokenmill.errors import InvalidCall
-from tokenmill.frames.answers import AnswerForm, answer_form
-from tokenmill.frames.data import Frame, open_frame
-from tokenmill.frames.options import Options, split_options
-from tokenmill.frames.prompts import PromptTemplate
+from tokenmill.frames.calls import TableCall, run_call
+from tokenmill.frames.data import open_frame
+from tokenmill.frames.options import MapKeywords, MapOptions, split_options
+from tokenmill.frames.tasks.chat import chat_task
 
 if TYPE_CHECKING:
     from tokenmill.frames.job import TableEstimate
-    from tokenmill.frames.requests import TableRequests
 
 DataT = TypeVar("DataT")
+Files = str | os.PathLike[str]
+Dicts = list[dict[str, Any]]
 
-SUFFIXES = ("", "_error", "_finish_reason", "_prompt_tokens", "_cached_tokens", "_completion_tokens", "_key", "_reused")
-"""Of the new columns' names."""
-
 
 @overload
-def map_rows(
-    data: Any, *, prompt: str, model: str, output: Any = ..., system: str | None = ..., output_column: str = ...,
-    output_dir: str | os.PathLike[str] | None = ..., reuse: Any = ...,
-    dry_run: Literal[True], **options: Unpack[Options],
-) -> TableEstimate: ...  # fmt: skip
+def map_rows(data: Any, *, dry_run: Literal[True], **given: Unpack[MapKeywords]) -> TableEstimate: ...
 @overload
-def map_rows(
-    data: str | os.PathLike[str], *, prompt: str, model: str, output: Any = ..., system: str | None = ...,
-    output_column: str = ..., output_dir: str | os.PathLike[str] | None = ...,
-    reuse: Any = ..., dry_run: Literal[False] = ..., **options: Unpack[Options],
-) -> pa.Table: ...  # fmt: skip
+def map_rows(data: Files, *, dry_run: Literal[False] = ..., **given: Unpack[MapKeywords]) -> pa.Table: ...
 @overload
-def map_rows(
-    data: list[dict[str, DataT]], *, prompt: str, model: str, output: Any = ..., system: str | None = ...,
-    output_column: str = ..., output_dir: str | os.PathLike[str] | None = ...,
-    reuse: Any = ..., dry_run: Literal[False] = ..., **options: Unpack[Options],
-) -> list[dict[str, Any]]: ...  # fmt: skip
+def map_rows(data: list[dict[str, DataT]], *, dry_run: Literal[False] = ..., **given: Unpack[MapKeywords]) -> Dicts: ...
 @overload
-def map_rows(
-    data: DataT, *, prompt: str, model: str, output: Any = ..., system: str | None = ..., output_column: str = ...,
-    output_dir: str | os.PathLike[str] | None = ..., reuse: Any = ...,
-    dry_run: Literal[False] = ..., **options: Unpack[Options],
-) -> DataT: ...  # fmt: skip
+def map_rows(data: DataT, *, dry_run: Literal[False] = ..., **given: Unpack[MapKeywords]) -> DataT: ...
 def map_rows(
     data: Any,
     *,
@@ -62,7 +41,7 @@ def map_rows(
     output_dir: str | os.PathLike[str] | None = None,
     reuse: Any = None,
     dry_run: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[MapOptions],
 ) -> Any:
     """Answer a prompt for each row of a table, with a model in this process.
 
@@ -113,16 +92,11 @@ def map_rows(
         >>> tm.map(frame, prompt="Is this review good or bad? {{ review }}", model="demo",
         ...        output=Literal["good", "bad"], temperature=0)  # doctest: +SKIP
     """
-    frame = open_frame(data)
     sampling, engine = split_options(options)
-    call = check_call(frame, prompt, system, output, output_column, sampling)
-    if dry_run:
-        if reuse is not None:
-            raise InvalidCall("reuse: an estimate is of all rows; leave out reuse or dry_run")
-        from tokenmill.frames.job import TableJob, engine_of
-
-        return TableJob(call.requests, model, call.body, engine=engine_of(engine)).estimate()
-    return frame.with_columns(_answer(call, frame, model, output_dir, engine, reuse))
+    return run_call(
+        data, chat_task(prompt, system, output, sampling), model, output_column=output_column, output_dir=output_dir,
+        reuse=reuse, dry_run=dry_run, engine=engine,
+    )  # fmt: skip
 
 
 def preview(
@@ -134,7 +108,7 @@ def preview(
     system: str | None = None,
     output_column: str = "answer",
     rows: int = 5,
-    **options: Unpack[Options],
+    **options: Unpack[MapOptions],
 ) -> None:
     """Answer the first rows, and print each one's prompt, answer and new columns. The arguments are those of `map`.
 
@@ -145,93 +119,13 @@ def preview(
 
     if rows < 1:
         raise InvalidCall(f"rows: is {rows}, but must be at least 1")
-    frame = open_frame(data).head(rows)
     sampling, engine = split_options(options)
-    call = check_call(frame, prompt, system, output, output_column, sampling)
-    added = _answer(call, frame, model, None, engine)
+    call = TableCall(open_frame(data).head(rows), chat_task(prompt, system, output, sampling), output_column)
+    added = call.compute(model, None, engine)
     console = stdout()
-    for row, (messages, answers) in enumerate(zip(call.requests.messages(), added.to_pylist(), strict=True)):
+    for row, (request, answers) in enumerate(zip(call.requests.requests(), added.to_pylist(), strict=True)):
         console.print(Text(f"row {row}", style="bold"))
-        for message in messages:
+        for message in request["messages"]:
             console.print(Text(f"  {message['role']}: {message['content']}"))
         for name, value in answers.items():
             console.print(Text(f"  {name}: {value}"))
-
-
-class TableCall(NamedTuple):
-    """A checked call."""
-
-    requests: TableRequests
-    form: AnswerForm
-    body: dict[str, Any]
-    names: tuple[str, ...]  # of the new columns
-
-
-def check_call(
-    frame: Frame, prompt: str, system: str | None, output: Any, output_column: str, sampling: Mapping[str, Any],
-    parts: tuple[str, str] = ("prompt", "system"),
-) -> TableCall:  # fmt: skip
-    """Check everything that needs no model. `parts`: the templates' names in messages. Raises `InvalidCall`."""
-    from tokenmill.frames.requests import TableRequests
-
-    names = tuple(output_column + suffix for suffix in SUFFIXES)
-    for name in names:
-        if name in frame.columns:
-            raise InvalidCall(
-                f"output_column: the data has a column {name!r} already; give another one, such as {_free(frame)!r}"
-            )
-    form = answer_form(output)
-    templates = PromptTemplate(prompt, parts[0]), None if system is None else PromptTemplate(system, parts[1])
-    return TableCall(TableRequests(frame, *templates), form, {**form.body, **sampling}, names)
-
-
-def _free(frame: Frame) -> str:
-    """An output column without a clash."""
-    number = 2
-    while any(f"answer_{number}{suffix}" in frame.columns for suffix in SUFFIXES):
-        number += 1
-    return f"answer_{number}"
-
-
-def _answer(
-    call: TableCall, frame: Frame, model: str, output_dir: str | os.PathLike[str] | None, engine: Mapping[str, Any],
-    reuse: Any = None,
-) -> pa.Table:  # fmt: skip
-    """The new columns. A table without rows loads nothing."""
-    from tokenmill.frames.former import former_results
-    from tokenmill.frames.job import COLUMNS, TableJob, engine_of, job_folder
-
-    job = TableJob(call.requests, model, call.body, engine=engine_of(engine))
-    if not len(frame):
-        return answer_columns(call, dict.fromkeys(COLUMNS, ()))
-    with job_folder(None if output_dir is None else Path(output_dir)) as folder, tempfile.TemporaryDirectory() as other:
-        former = None if reuse is None else former_results(reuse, call.form, call.names[0], Path(other))
-        results = job.run(folder, former)
-    if results.num_rows != len(frame):
-        raise InvalidCall(f"the job has {results.num_rows} results for {len(frame)} rows; give another output_dir")
-    return answer_columns(call, results.to_pydict())
-
-
-def answer_columns(call: TableCall, results: Mapping[str, Sequence[Any]]) -> pa.Table:
-    """The new columns from the results' columns."""
-    values: list[Any] = []
-    errors: list[str | None] = []
-    for text, reason, code, message in zip(
-        results["text"], results["finish_reason"], results["error_code"], results["error_message"], strict=True
-    ):
-        value, error = None, f"{code}: {message}" if code is not None or text is None else None
-        if error is None and reason == "length" and not call.form.is_text:
-            error = "incomplete_answer: it reached max_tokens; raise max_tokens"
-        if error is None:
-            try:
-                value = call.form.parse(text)
-            except ValueError as wrong:
-                error = f"invalid_answer: {wrong}"
-        values.append(value)
-        errors.append(error)
-    columns = [call.form.column(values), pa.array(errors, pa.string())]
-    columns.append(pa.array(results["finish_reason"], pa.string()))
-    columns += [pa.array(results[name], pa.int32()) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")]
-    columns.append(pa.array(results["request_key"], pa.string()))
-    columns.append(pa.array([origin is not None for origin in results["reused_from"]], pa.bool_()))
-    return pa.table(columns, names=list(call.names))

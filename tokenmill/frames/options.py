@@ -1,11 +1,11 @@
-"""The keywords of `tokenmill.map`: sampling parameters, and options of the engine."""
+"""The keywords of calls over tables: those of each call, sampling parameters, and options of the engine."""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypedDict, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Required, TypedDict, get_type_hints
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -60,23 +60,81 @@ class EngineKeywords(TypedDict, total=False):
     replicas: Positive
 
 
-class Options(Sampling, EngineKeywords, total=False):
-    """All keywords."""
+class TableKeywords(EngineKeywords, total=False):
+    """Those that every call has."""
+
+    model: Required[str]
+    output_column: str
+    output_dir: str | os.PathLike[str] | None
+    reuse: Any
+
+
+class MapKeywords(TableKeywords, Sampling, total=False):
+    """Those of `tokenmill.map`."""
+
+    prompt: Required[str]
+    output: Any
+    system: str | None
+
+
+class TextKeywords(TableKeywords, total=False):
+    """Those of calls that take one text of each row."""
+
+    text: str | None
+    column: str | None
+
+
+class EmbedKeywords(TextKeywords, total=False):
+    """Those of `tokenmill.embed`."""
+
+    dimensions: int | None
+    prompt_name: str | None
+
+
+class ClassifyKeywords(TextKeywords, total=False):
+    """Those of `tokenmill.classify`."""
+
+    labels: Sequence[str] | None
+    text_pair: str | None
+    system: str | None
+    normalize: Literal["sum", "mean"] | None
+    truncate_prompt_tokens: int | None
+
+
+class ScoreKeywords(TableKeywords, total=False):
+    """Those of `tokenmill.score`."""
+
+    query: Required[str]
+    document: Required[str]
+    instruction: str | None
+    truncate_prompt_tokens: int | None
+    score_tokens: tuple[str, str] | None
+    chat_template: str | os.PathLike[str] | None
+
+
+class MapOptions(Sampling, EngineKeywords, total=False):
+    """The keywords that `tokenmill.map` passes on."""
 
 
 def split_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The sampling parameters, whose values the job checks, and the engine's options, checked. Raises `InvalidCall`."""
-    sampling, engine = get_type_hints(Sampling), get_type_hints(EngineKeywords, include_extras=True)
-    known = [*sampling, *engine]
+    sampling = get_type_hints(Sampling)
+    chosen = {name: value for name, value in given.items() if name in sampling}
+    rest = {name: value for name, value in given.items() if name not in sampling}
+    return chosen, check_engine(rest, tuple(sampling))
+
+
+def check_engine(given: Mapping[str, Any], others: Sequence[str] = ()) -> dict[str, Any]:
+    """The engine's options, checked. `others`: keywords that the call has besides, for the message. Raises
+    `InvalidCall`."""
+    engine = get_type_hints(EngineKeywords, include_extras=True)
+    known = [*others, *engine]
     for name, value in given.items():
-        if name not in known:
+        if name not in engine:
             near = difflib.get_close_matches(name, known, n=1)
             raise InvalidCall(f"{name}: is no parameter; " + (f"did you mean {near[0]}?" if near else ", ".join(known)))
-        if name in engine:
-            _check(name, value, engine[name])
-    return {name: given[name] for name in given if name in sampling}, {
-        name: given[name] for name in given if name in engine
-    }
+        _check(name, value, engine[name])
+    return dict(given)
 
 
 def _check(name: str, value: Any, kind: Any) -> None:

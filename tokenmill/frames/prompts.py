@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import jinja2
 import jinja2.meta
@@ -58,6 +58,42 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.field_names: list[str] = []
 
 
+class RowText(Protocol):
+    """A text of each row.
+
+    Attributes:
+        columns: that it uses, sorted.  fields: those of `{% fields %}`; none without it.
+        part: the argument that it is, for messages.
+    """
+
+    columns: tuple[str, ...]
+    fields: tuple[str, ...]
+    part: str
+
+    def render(self, cells: Mapping[str, Any], field_lines: str = "") -> str:
+        """The text for a row's cells. Raises `InvalidCall`, without the row."""
+        ...
+
+
+class ColumnText:
+    """A column as it stands, under any name; null is the empty text."""
+
+    fields: tuple[str, ...] = ()
+
+    def __init__(self, column: str, part: str = "column") -> None:
+        if not isinstance(column, str):
+            raise InvalidCall(f"{part}: must be the name of a column")
+        self.part = part
+        self.columns: tuple[str, ...] = (column,)
+
+    def render(self, cells: Mapping[str, Any], field_lines: str = "") -> str:
+        """See `RowText`."""
+        text = str(as_text(cells[self.columns[0]]))
+        if len(text) > MAX_PROMPT_CHARS:
+            raise InvalidCall(f"{self.part}: is longer than {MAX_PROMPT_CHARS} characters; shorten it")
+        return text
+
+
 class PromptTemplate:
     """A template over columns.
 
@@ -73,7 +109,7 @@ class PromptTemplate:
             raise InvalidCall(f"{part}: must be a text with something in it")
         if len(text) > MAX_TEMPLATE_CHARS:
             raise InvalidCall(f"{part}: has {len(text)} characters, and may have {MAX_TEMPLATE_CHARS}; shorten it")
-        self._part = part
+        self.part = part
         environment = _Environment()
         try:
             tree = environment.parse(text)
@@ -87,16 +123,6 @@ class PromptTemplate:
         self.fields = tuple(environment.field_names)
         self.columns = tuple(sorted((used - {FIELD_LINES}) | set(self.fields)))
 
-    def check_columns(self, known: Sequence[str]) -> None:
-        """Raise `InvalidCall` if a used column is missing or ambiguous; the message has the nearest name."""
-        for name in self.columns:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known[:20]) or 'none'}"
-                raise InvalidCall(f"{self._part}: the data has no column {name!r}; {hint}")
-            if list(known).count(name) > 1:
-                raise InvalidCall(f"{self._part}: the data has several columns {name!r}; rename all but one")
-
     def render(self, cells: Mapping[str, Any], field_lines: str = "") -> str:
         """The text for a row's cells. Raises `InvalidCall`, without the row."""
         pieces: list[str] = []
@@ -105,13 +131,24 @@ class PromptTemplate:
             for piece in self._template.generate({**cells, FIELD_LINES: field_lines}):
                 size += len(piece)
                 if size > MAX_PROMPT_CHARS:
-                    raise InvalidCall(f"{self._part}: is longer than {MAX_PROMPT_CHARS} characters; shorten it")
+                    raise InvalidCall(f"{self.part}: is longer than {MAX_PROMPT_CHARS} characters; shorten it")
                 pieces.append(piece)
         except InvalidCall:
             raise
         except Exception as error:  # the template's own code: a filter, an operator
-            raise InvalidCall(f"{self._part}: can't be rendered: {error or type(error).__name__}") from error
+            raise InvalidCall(f"{self.part}: can't be rendered: {error or type(error).__name__}") from error
         return "".join(pieces)
+
+
+def check_columns(text: RowText, known: Sequence[str]) -> None:
+    """Raise `InvalidCall` if a used column is missing or ambiguous; the message has the nearest name."""
+    for name in text.columns:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known[:20]) or 'none'}"
+            raise InvalidCall(f"{text.part}: the data has no column {name!r}; {hint}")
+        if list(known).count(name) > 1:
+            raise InvalidCall(f"{text.part}: the data has several columns {name!r}; rename all but one")
 
 
 def as_text(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The requests of a table: one rendered prompt and one line of a batch for each row."""
+"""The requests of a table: the rendered texts and one line of a batch for each row."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Final
 import orjson
 
 from pipeline.adapters.folder.locks import RunLock
-from schemas.requests.parsing import CHAT_URL
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.data import Frame
 from tokenmill.frames.field_order import FieldOrder, order_fields, shared_characters
-from tokenmill.frames.prompts import PromptTemplate, field_lines
+from tokenmill.frames.prompts import check_columns, field_lines
+from tokenmill.frames.tasks.task import Task
 
 REQUESTS: Final = "requests.jsonl"
 """The input of the job, in its folder."""
@@ -41,60 +41,61 @@ class TableRequests:
         sharing: what the fields' order saves; None: the prompt has no `{% fields %}`.
 
     Raises:
-        InvalidCall: a template can't be rendered, or uses a column that is not there.
+        InvalidCall: a text can't be rendered, or uses a column that is not there.
     """
 
-    def __init__(self, frame: Frame, prompt: PromptTemplate, system: PromptTemplate | None) -> None:
-        for template in (prompt, system):
-            if template is not None:
-                template.check_columns(frame.columns)
-        if system is not None and system.fields:
-            raise InvalidCall("system: {% fields %} belongs into the prompt")
-        self._frame, self._prompt, self._system = frame, prompt, system
+    def __init__(self, frame: Frame, task: Task) -> None:
+        for name, text in task.texts.items():
+            check_columns(text, frame.columns)
+            if text.fields and name != task.ordered:
+                fix = f"belongs into the {task.ordered}" if task.ordered else "is of prompts; write the columns' names"
+                raise InvalidCall(f"{text.part}: {{% fields %}} {fix}")
+        self._frame, self._task = frame, task
         self._lines: list[tuple[str, ...]] = []
         self.sharing: FieldSharing | None = None
         self._orders: list[FieldOrder] = []
-        if prompt.fields:
-            self._lines = [field_lines(cells, prompt.fields) for cells in frame.cells(prompt.fields)]
+        if task.ordered is not None and (fields := task.texts[task.ordered].fields):
+            self._lines = [field_lines(cells, fields) for cells in frame.cells(fields)]
             self._orders = order_fields(self._lines)
-            written = [tuple(range(len(prompt.fields)))] * len(self._lines)
+            written = [tuple(range(len(fields)))] * len(self._lines)
             self.sharing = FieldSharing(
                 sum(len(line) for lines in self._lines for line in lines),
                 shared_characters(self._lines, written),
                 shared_characters(self._lines, self._orders),
             )
 
-    def messages(self, *, as_written: bool = False) -> Iterator[list[dict[str, str]]]:
-        """The messages of each row.
+    def requests(self, *, as_written: bool = False) -> Iterator[dict[str, Any]]:
+        """The fields of each row's request that hold its texts.
 
         Args:
             as_written: `{% fields %}` in the template's order.
         """
-        used = sorted({*self._prompt.columns, *(self._system.columns if self._system else ())})
+        texts = self._task.texts
+        used = sorted({column for text in texts.values() for column in text.columns})
         for row, cells in enumerate(self._frame.cells(used)):
-            text = ""
+            chosen = ""
             if self._lines:
                 lines = self._lines[row]
-                text = "".join(lines if as_written else (lines[index] for index in self._orders[row]))
+                chosen = "".join(lines if as_written else (lines[index] for index in self._orders[row]))
             try:
-                system = [] if self._system is None else [{"role": "system", "content": self._system.render(cells)}]
-                yield [*system, {"role": "user", "content": self._prompt.render(cells, text)}]
+                rendered = {name: text.render(cells, chosen) for name, text in texts.items()}
             except InvalidCall as error:
                 raise InvalidCall(f"row {row}: {error}") from error
+            yield self._task.request(rendered)
 
     def write(self, path: Path, body: Mapping[str, Any], *, as_written: bool = False) -> None:
         """Write the lines of a batch. Row n is line n, from 0.
 
         Args:
-            body: the fields of every request besides its messages.
+            body: the fields that every request has.
 
         Raises:
-            InvalidCall: a prompt can't be rendered.
+            InvalidCall: a text can't be rendered.
         """
         with path.open("wb") as file:
-            for row, messages in enumerate(self.messages(as_written=as_written)):
-                whole = {**body, "messages": messages}
-                line = {"custom_id": f"row-{row}", "method": "POST", "url": CHAT_URL, "body": whole}
+            for row, fields in enumerate(self.requests(as_written=as_written)):
+                whole = {**body, **fields}
+                line = {"custom_id": f"row-{row}", "method": "POST", "url": self._task.url, "body": whole}
                 file.write(orjson.dumps(line) + b"\n")
 
 

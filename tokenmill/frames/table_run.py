@@ -19,11 +19,12 @@ from schemas.jobs.job import JobSettings
 from tokenmill import output
 from tokenmill.config.engine_options import EngineOptions, named_values
 from tokenmill.errors import InvalidCall, UserError
+from tokenmill.frames.calls import TableCall
 from tokenmill.frames.data import open_frame
-from tokenmill.frames.job import TableEstimate, TableJob, read_results
-from tokenmill.frames.mapping import answer_columns, check_call
+from tokenmill.frames.job import TableEstimate, TableJob
 from tokenmill.frames.options import split_options
 from tokenmill.frames.prompts import MAX_TEMPLATE_CHARS
+from tokenmill.frames.tasks.chat import chat_task
 
 TABLE: Final = "table.parquet"
 """The table with its answers, in the job's folder."""
@@ -73,8 +74,9 @@ class TableRun:
         self._frame = frame if options.limit is None else frame.head(options.limit)
         column = "answer" if options.output_column is None else options.output_column
         parts = f"--prompt {options.prompt}", f"--system {options.system}"
-        self._call = check_call(self._frame, prompt, system, form, column, sampling, parts)
-        self._job = TableJob(self._call.requests, model, self._call.body, wanted, engine)
+        task = chat_task(prompt, system, form, sampling, parts)
+        self._call = TableCall(self._frame, task, column)
+        self._job = TableJob(task, self._call.requests, model, wanted, engine)
 
     def estimate(self, price_per_hour: float | None) -> TableEstimate:
         """See `TableJob.estimate`."""
@@ -90,7 +92,7 @@ class TableRun:
     def write_table(self, folder: Path) -> None:
         """Write the table with the answers of the job, which has ended. The file appears complete, in place of an older
         one. Raises `UserError`."""
-        added = answer_columns(self._call, read_results(folder).to_pydict())
+        added = self._call.columns(self._job.answers, self._job.results(folder))
         to = folder / TABLE
         temporary = to.with_name(f".{TABLE}.part")
         try:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tokenmill.errors import InvalidCall
-from tokenmill.frames.prompts import MAX_TEMPLATE_CHARS, PromptTemplate, field_lines
+from tokenmill.frames.prompts import MAX_TEMPLATE_CHARS, PromptTemplate, check_columns, field_lines
 
 
 def test_given_a_template_when_rendered_then_cells_stand_in_it_and_null_is_nothing() -> None:
@@ -69,9 +69,9 @@ def test_given_a_template_that_fails_when_rendered_then_it_is_the_calls_error(te
 
 def test_given_unknown_columns_when_checked_then_the_nearest_name_is_offered() -> None:
     with pytest.raises(InvalidCall, match="no column 'reviw'; did you mean 'review'"):
-        PromptTemplate("{{ reviw }}").check_columns(["id", "review"])
+        check_columns(PromptTemplate("{{ reviw }}"), ["id", "review"])
     with pytest.raises(InvalidCall, match="system: the data has no column 'x'; there are: id, review"):
-        PromptTemplate("{{ x }}", "system").check_columns(["id", "review"])
+        check_columns(PromptTemplate("{{ x }}", "system"), ["id", "review"])
     with pytest.raises(InvalidCall, match="several columns 'id'"):
-        PromptTemplate("{% fields id %}").check_columns(["id", "id"])
-    PromptTemplate("{% set x = id %}{{ x }}{{ range(3) }}").check_columns(["id"])
+        check_columns(PromptTemplate("{% fields id %}"), ["id", "id"])
+    check_columns(PromptTemplate("{% set x = id %}{{ x }}{{ range(3) }}"), ["id"])

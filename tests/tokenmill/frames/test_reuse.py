@@ -25,6 +25,7 @@ from tests.waiting import wait_for
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.answers import answer_form
 from tokenmill.frames.former import former_results
+from tokenmill.frames.tasks.chat import ChatAnswers
 
 PROGRAM = Path(__file__).with_name("table_program.py")
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -191,7 +192,7 @@ def test_given_a_typed_answer_when_written_as_text_then_it_is_parsed_to_the_same
             for n, value in enumerate(values)
         ]
         rows.append({"a": None, "a_error": None, "a_finish_reason": "stop", "a_key": None})
-        found = pq.read_table(former_results(rows, answer_form(output), "a", tmp_path))
+        found = pq.read_table(former_results(rows, ChatAnswers(answer_form(output)), "a", tmp_path))
         assert [json.loads(one)["choices"][0]["message"]["content"] for one in found["response"].to_pylist()] == (
             found["text"].to_pylist()
         )
@@ -209,17 +210,17 @@ def test_given_a_typed_answer_when_written_as_text_then_it_is_parsed_to_the_same
 def test_given_a_table_that_is_no_former_one_when_reused_then_the_message_has_the_fix(tmp_path: Path) -> None:
     row = {"a": "x", "a_error": None, "a_finish_reason": "stop", "a_key": "0" * 32}
     cases: list[tuple[Any, str]] = [
-        ({"a_key": "0" * 31}, "reuse: row 0: 'a_key' is no key; give the column as map returned it"),
+        ({"a_key": "0" * 31}, "reuse: row 0: 'a_key' is no key; give the column as the call returned it"),
         ({"a_key": 5}, "reuse: row 0: 'a_key' is no key"),
-        ({"a_finish_reason": 5}, "reuse: 'a_finish_reason' must be a text in each row"),
+        ({"a_finish_reason": 5}, "reuse: row 0: a finish reason must be a text or null"),
     ]
     for change, message in cases:
         with pytest.raises(InvalidCall) as raised:
-            former_results([row | change], answer_form(str), "a", tmp_path)
+            former_results([row | change], ChatAnswers(answer_form(str)), "a", tmp_path)
         assert str(raised.value).startswith(message)
     with pytest.raises(
-        InvalidCall, match="reuse: the table has no column 'b'; give a table that map returned, with the"
+        InvalidCall, match="reuse: the table has no column 'b'; give a table that a former call returned, with the"
     ):
-        former_results([row], answer_form(str), "b", tmp_path)
+        former_results([row], ChatAnswers(answer_form(str)), "b", tmp_path)
     with pytest.raises(InvalidCall, match=r"^reuse: is a int, but must be a pandas or polars DataFrame"):
-        former_results(5, answer_form(str), "b", tmp_path)
+        former_results(5, ChatAnswers(answer_form(str)), "b", tmp_path)
