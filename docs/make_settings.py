@@ -49,6 +49,7 @@ PAGES: Final = {
     "lane.limits": "[Requests that wait](limits-and-quotas.md#interactive-requests-that-wait).",
     "overload": "[Overload](priorities-and-latency.md#overload).",
     "lane.slo": "[Latency targets](priorities-and-latency.md#latency-targets-of-interactive-requests).",
+    "answers": "[The answer store](answer-store.md).",
     "retention": "[Retention](retention.md).",
     "metrics": "[Metrics and alerts](metrics-and-alerts.md).",
     "cloudwatch": "[Backlog in CloudWatch](../scaling.md#backlog-in-cloudwatch).",

@@ -161,4 +161,5 @@ def retention_settings(
         outputs=chosen.outputs if outputs is None else outputs,
         dead_letters=chosen.deadletters if dead_letters is None else dead_letters,
         intake=chosen.intake if intake is None else intake,
+        answers=settings.answers,
     )

@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -26,6 +27,7 @@ from pipeline.dispatcher.dispatcher import Dispatcher
 from pipeline.dispatcher.planning_queue import PlanningQueue
 from pipeline.inputs.open import PinnedInput, open_pinned
 from pipeline.jobs.planning import (
+    OpenAnswers,
     PlanningCancelled,
     PlanningFailed,
     PlanOutcome,
@@ -105,15 +107,22 @@ class InProcessPlanner:
     """Plans on the calling thread, without isolation between jobs."""
 
     def __init__(
-        self, world: World, open_input: Callable[[InputRef], PinnedInput], router: RuleRouter | None = None
+        self,
+        world: World,
+        open_input: Callable[[InputRef], PinnedInput],
+        router: RuleRouter | None = None,
+        open_answers: OpenAnswers = lambda _: nullcontext(),
     ) -> None:
+        self._open_answers = open_answers
         self._world = world
         self._open_input = open_input
         self._router = router
 
     def plan(self, ledger: JobLedger, *, in_time: bool) -> PlanOutcome:
         """See `JobPlanner`."""
-        return plan_open_job(ledger, self._world, self._open_input, in_time=in_time, router=self._router)
+        return plan_open_job(
+            ledger, self._world, self._open_input, in_time=in_time, router=self._router, open_answers=self._open_answers
+        )
 
     def cancel(self, job: str) -> None:
         """A thread can't be ended."""

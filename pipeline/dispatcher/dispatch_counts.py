@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
+from pipeline.answers.index import AnswerStoreCounts
 from pipeline.dispatcher.job_state import NewPart, OpenJob, ShardId
 from pipeline.observability.histogram import LatencyRecorder
 from pipeline.observability.metric_definitions import OTHER
@@ -54,11 +55,13 @@ class DispatchMetrics:
     Attributes:
         snapshot: the latest snapshot; None: another dispatcher leads, or this one has not ticked yet.
         job_durations: tier -> durations of jobs, from creation to end.
+        answers: the use of the answer store by jobs.
     """
 
     def __init__(self) -> None:
         self.snapshot: OpenJobsMetrics | None = None
         self.job_durations: dict[str, LatencyRecorder] = {}
+        self.answers = AnswerStoreCounts()
         self._lock = threading.Lock()
         self._rows: Counter[tuple[str, str]] = Counter()
         self._tokens: Counter[tuple[str, str, str]] = Counter()

@@ -22,6 +22,7 @@ from datetime import datetime
 
 import structlog
 
+from pipeline.answers.index import AnswerIndex
 from pipeline.dispatcher.dispatch_counts import DispatchMetrics
 from pipeline.dispatcher.eta import EtaForecaster, Tokens
 from pipeline.dispatcher.fair_share import FairShares
@@ -105,12 +106,15 @@ class Dispatcher:
         together: Executor | None = None,
         beside: Executor | None = None,
         metrics: DispatchMetrics | None = None,
+        answers: AnswerIndex | None = None,
     ) -> None:
         """Args:
         together: executor for concurrent requests to the store; None: they run one after the other.
         beside: executor for requests in the background; it runs a few at a time, so that they don't delay the others.
         metrics: the metrics to update.
+        answers: the answer store of ended jobs; None: none is used.
         """
+        self._answers = answers
         self._world = world
         self._queue = queue
         self._heartbeats = heartbeats
@@ -160,7 +164,7 @@ class Dispatcher:
         elif job.id not in self._jobs:
             self._since = self._since or self._world.clock.now()
             open_job = self._jobs[job.id] = OpenJob(
-                ledger, job, self._world, self._events, self._settings, self._background,
+                ledger, job, self._world, self._events, self._settings, self._background, self._answers,
                 taken_over=job.created_at < self._since,
             )  # fmt: skip
             open_job.attention = self._stalled.reason(job.id)

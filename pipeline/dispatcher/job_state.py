@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
+from pipeline.answers.index import AnswerIndex
+from pipeline.answers.job_answers import store_job
 from pipeline.dispatcher.job_cost import OpenJobCost
 from pipeline.dispatcher.job_reporter import JobReporter
 from pipeline.jobs.closing import close_shard, find_closing, give_up_shard, status_while
@@ -95,11 +97,13 @@ class OpenJob:
         events: EventSink,
         settings: OpenJobSettings,
         background: Executor,
+        answers: AnswerIndex | None = None,
         *,
         taken_over: bool = False,
     ) -> None:
-        """`background`: executor of writes in the background. `taken_over`: another dispatcher may have driven the job
-        before."""
+        """`background`: executor of writes in the background. `answers`: the answer store that the job's answers go to.
+        `taken_over`: another dispatcher may have driven the job before."""
+        self._answers = answers
         self.ledger = ledger
         self.job = job
         self.open_shards: dict[int, ShardRef] = {}
@@ -338,6 +342,8 @@ class OpenJob:
         manifest = build_manifest(
             self.ledger, self.job, self._segments, self._parts, self._world.clock.now(), self._settings.price_per_hour
         )
+        if self._answers is not None and self._answers.options.includes(self.job.cache):
+            store_job(self._answers, self.ledger, self.job, manifest, self._parts)  # before readers see the end
         return self._conclude(manifest)
 
     def _conclude(self, manifest: Manifest) -> Manifest:

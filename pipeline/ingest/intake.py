@@ -202,6 +202,7 @@ class Intake:
             max_cost=options.max_cost,
             refuse_late=options.refuse_late,
             output_expires_after=options.output_expires_after,
+            cache=options.cache,
             metadata=options.metadata,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -52,6 +52,8 @@ from schemas.requests.parsing import Body
 PLANNER = "planner"
 INPUT_UNREADABLE: Final = "input_unreadable"
 TOO_MANY_ROWS: Final = "too_many_rows"
+OpenAnswers = Callable[[Job], AbstractContextManager[FormerAnswers | None]]
+"""Opens the answers that rows of a job may take; None: there are none for it."""
 EndedUnplanned = Literal[JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.EXPIRED]
 
 
@@ -282,6 +284,7 @@ def plan_open_job(
     *,
     in_time: bool,
     router: RuleRouter | None = None,
+    open_answers: OpenAnswers = lambda _: nullcontext(),
 ) -> PlanOutcome:
     """Plan a job of a root. A job that was closed before any of it was planned ends instead. A job with `refuse_late`
     is only measured, unless `in_time`.
@@ -299,7 +302,8 @@ def plan_open_job(
     try:
         if job.refuse_late and not in_time and ledger.manifest() is None and ledger.segment(0) is None:
             return PlanOutcome(tokens_of_models=measure_job(job, world, open_input, router).tokens_of_models)
-        plan_job(ledger, job, world, open_input=open_input, router=router)
+        with open_answers(job) as former:
+            plan_job(ledger, job, world, open_input=open_input, router=router, former=former)
         return PlanOutcome()
     except InvalidInput as error:
         return PlanOutcome(refused=str(error))

@@ -200,7 +200,7 @@ def submit_retry(
     order = JobOrder(
         input=job.input, models=job.models, settings=settings, tenant=job.tenant, tier=overrides.tier or job.tier,
         deadline=overrides.deadline, max_cost=retry_spending_limit(job, overrides),
-        output_expires_after=job.output_expires_after, retry_of=job.id, metadata=job.metadata,
+        output_expires_after=job.output_expires_after, cache=job.cache, retry_of=job.id, metadata=job.metadata,
     )  # fmt: skip
     before(job_id)
     return submit(order, ledger, world, job_id=job_id)

@@ -57,6 +57,7 @@ class JobOrder:
     max_cost: float | None = None
     refuse_late: bool = False
     output_expires_after: timedelta | None = None
+    cache: bool | None = None
     retry_of: str | None = None
     metadata: dict[str, str] = field(default_factory=dict)
 
@@ -95,7 +96,7 @@ def submit(
             id=job_id or new_job_id(now, world.random), tenant=order.tenant, tier=order.tier, input=order.input,
             models=order.models, settings=order.settings, created_at=now, deadline=deadline,
             max_cost=order.max_cost, refuse_late=order.refuse_late, output_expires_after=order.output_expires_after,
-            retry_of=order.retry_of, traceparent=current_traceparent(), metadata=order.metadata,
+            cache=order.cache, retry_of=order.retry_of, traceparent=current_traceparent(), metadata=order.metadata,
         )  # fmt: skip
         mark(ledger)
         if ledger.in_root:
@@ -229,6 +230,7 @@ def _facts(order: Job | JobOrder) -> Iterator[tuple[str, Any]]:
     yield "tier", order.tier.value
     yield "max_cost", order.max_cost
     yield "output_expires_after", order.output_expires_after and str(order.output_expires_after)
+    yield "cache", order.cache
     yield "retry_of", order.retry_of
     yield from _flat("metadata", order.metadata)
 

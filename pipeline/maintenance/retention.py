@@ -10,6 +10,7 @@ It removes:
 - a file of the HTTP gateway, once it has expired and no open job reads it, and leftovers of uploads and removals; the
   gateway's idempotency records, at the age of intake tickets;
 - a dead letter, after its retention;
+- answers of the answer store that are older than its retention, and the oldest of a tenant with too many;
 - the marker of an ingested file, once the file is gone;
 - parts of abandoned uploads, where the store supports multipart uploads.
 
@@ -28,6 +29,7 @@ from enum import StrEnum
 from itertools import takewhile
 from typing import Final, Protocol, TypeVar, runtime_checkable
 
+from pipeline.answers.retention import old_answers
 from pipeline.ingest.celery.tasks import INTAKE as TASKS
 from pipeline.ingest.celery.tasks import TICKET, load_ticket
 from pipeline.ingest.dead_letters import DeadLetters, list_dead_letter_objects
@@ -40,6 +42,7 @@ from pipeline.maintenance.gateway_retention import expired_files, old_idempotenc
 from pipeline.ports import ObjectInfo, World
 from schemas.jobs.job import Job
 from schemas.jobs.outcome import Manifest
+from schemas.settings.answers import AnswerOptions
 
 INTAKE: Final = "intake/"
 INCOMING: Final = "incoming/"
@@ -59,6 +62,7 @@ class RemovedKind(StrEnum):
     MARKER = "marker"
     UPLOAD = "upload"
     FILE = "file"
+    ANSWERS = "answers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +75,14 @@ class RetentionSettings:
         intake: intake batches, from the job's acceptance, and tickets; minimum retention. Longer than any ingest source
             redelivers: SQS keeps messages for 14 days at most, a Kafka topic for its retention.
         uploads: multipart uploads, from their beginning.
+        answers: the bounds of the answer store; None: nothing is removed from it.
     """
 
     outputs: timedelta | None = None
     dead_letters: timedelta | None = None
     intake: timedelta = timedelta(days=30)
     uploads: timedelta = timedelta(days=2)
+    answers: AnswerOptions | None = None
 
 
 @dataclass(slots=True)
@@ -133,6 +139,7 @@ class RetentionSweep:
         self._collect_files()
         self._collect_dead_letters()
         self._collect_spending()
+        self._collect_answers()
         self._collect_markers()
         if isinstance(self._store, UploadStore) and not self._dry_run:
             self._collected.objects[RemovedKind.UPLOAD] += self._store.abort_stale_uploads(
@@ -246,6 +253,11 @@ class RetentionSweep:
     def _collect_spending(self) -> None:
         for info in self._unless_stopped(list_old_spending(self._store, self._now().date())):
             self._remove(RemovedKind.MARKER, info)
+
+    def _collect_answers(self) -> None:
+        if self._settings.answers is not None:
+            for info in self._unless_stopped(old_answers(self._store, self._settings.answers, self._now())):
+                self._remove(RemovedKind.ANSWERS, info)
 
     def _collect_markers(self) -> None:
         """Remove markers of the root's own incoming folder. Files of other folders can't be checked from here, so their

@@ -389,6 +389,18 @@ METRICS: Final = (
         "caller (canary); answered by the stable version instead (fell_back).",
         ("kind",), _GATEWAY,
     ),
+    # -- the answer store
+    Metric(
+        "tokenmill_stored_answer_lookups_total", "counter",
+        "Lookups in the answer store for rows of jobs (job): hit, miss, damaged (a stored file that can't be read; its "
+        "answers are computed).",
+        ("source", "result"), _DISPATCHER,
+    ),
+    Metric(
+        "tokenmill_stored_answer_bytes_total", "counter",
+        "Bytes written to the answer store: keys of jobs' answers (job).",
+        ("source",), _DISPATCHER,
+    ),
     # -- HTTP
     Metric("tokenmill_http_requests_total", "counter", "HTTP requests.", ("method", "route", "code"), _GATEWAY),
     Metric("tokenmill_http_requests_in_progress", "gauge", "HTTP requests and WebSockets in progress.", (), _GATEWAY),

@@ -82,6 +82,7 @@ class Job(StoredModel):
         max_cost: spending limit; no shard starts that would exceed it, and the job ends there. None: no limit.
         refuse_late: fail without computing if the estimate before planning is later than the deadline.
         output_expires_after: retention of the results after the end; None: the installation's.
+        cache: use the answer store; None: the installation's default.
         traceparent: span context of the submission, where the ingest source traces; it doesn't change the job.
     """
 
@@ -97,6 +98,7 @@ class Job(StoredModel):
     max_cost: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     refuse_late: bool = False
     output_expires_after: timedelta | None = None
+    cache: bool | None = None
     retry_of: str | None = None
     traceparent: Traceparent | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] = Field(default_factory=dict)

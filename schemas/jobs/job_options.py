@@ -69,6 +69,8 @@ class PartialJobOptions(BaseModel):
         max_output_tokens: requests for more are refused; at most the tier's cap.
         truncate_prompt: what a prompt loses that is too long for the model's context; default: it is refused.
         output_expires_after: retention of the results after the job's end; default: the installation's.
+        cache: take answers of equal requests from the answer store, and store this job's; default: the installation's
+            `answers.always`.
         metadata: at most 16 pairs, stored with the job.
     """
 
@@ -96,6 +98,7 @@ class PartialJobOptions(BaseModel):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     truncate_prompt: TruncatePrompt | None = None
     output_expires_after: Amount | None = None
+    cache: bool | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] = Field(default_factory=dict)
 
     @field_validator("deadline", mode="before")

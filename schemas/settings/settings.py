@@ -32,6 +32,7 @@ from schemas.jobs.job import Tier
 from schemas.jobs.job_options import Amount
 from schemas.prices import ANY_REGION, Market
 from schemas.requests.limits import Limits, PlanSettings, Positive, SpendLimits
+from schemas.settings.answers import AnswerOptions
 from schemas.settings.autoscaling import AutoscaleOptions
 from schemas.settings.gateway import GatewayOptions
 from schemas.settings.ingest import BucketOptions, CeleryOptions, KafkaOptions, S3Options
@@ -221,7 +222,7 @@ class Settings(BaseSettings):
             private writable pages, of which about 140 MiB are there before any job.
         planner_stuck_seconds: a planner process that has read nothing, checked no row and stored no shard for so long
             is killed, and planning has failed once.
-        retention: retention of stored objects.  metrics: the metrics endpoint.
+        retention: retention of stored objects.  answers: the answer store.  metrics: the metrics endpoint.
         cloudwatch: metrics of the backlog.  autoscale: the autoscaler.
         tracing: traces.  log_format: format of long-running commands' logs.
         warmup: a worker's warm-up.  releases: rules of promoting a new version of a model.
@@ -294,6 +295,7 @@ class Settings(BaseSettings):
     planner_memory_bytes: Annotated[int, Field(ge=512 << 20, strict=False)] = 2 << 30
     planner_stuck_seconds: float = Field(default=600.0, ge=10, allow_inf_nan=False)
     retention: RetentionOptions = RetentionOptions()
+    answers: AnswerOptions = AnswerOptions()
     metrics: MetricsOptions = MetricsOptions()
     cloudwatch: CloudWatchOptions = CloudWatchOptions()
     autoscale: AutoscaleOptions = AutoscaleOptions()

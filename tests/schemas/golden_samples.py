@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.answers.segments import AnswerFile, AnswerFiles
 from pipeline.gateway.http.api_keys import ApiKey, Scope
 from pipeline.gateway.records import BatchOrder, BatchOutcome, IdempotencyRecord, Reader, StoredFile
 from pipeline.ingest.celery.tasks import TaskTicket
@@ -156,6 +157,9 @@ RECORDS: dict[str, StoredModel] = {
         cost=0.5, tokens_left=9, eta=NOON, started_at=NOON, as_of=NOON,
     ),
     "catalog-entry": ENTRY,
+    "answer-files": AnswerFiles(
+        files=(AnswerFile(key="jobs/job-1/results/part-00001.parquet", sha256=SHA, at=NOON, origin="job-1"),)
+    ),
     "cascade": CascadeOutcome(
         steps=(
             CascadeStep(

@@ -73,6 +73,15 @@ def submit(
             metavar="PATH", help="For a gateway, which needs to know. Default: as the first line says, else chat."
         ),
     ] = None,
+    cache: Annotated[
+        bool | None,
+        typer.Option(
+            "--cache/--no-cache",
+            help="Take answers of equal requests from the answer store, and store this job's. Default: the "
+            "installation's.",
+            show_default=False,
+        ),
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Report the job's progress until it has ended.")] = False,
     as_json: Json = False,
     _debug: Debug = False,
@@ -93,7 +102,7 @@ def submit(
     chosen: dict[str, Any] = {
         "model": model, "tier": tier, "deadline": deadline, "refuse_late": refuse_late or None, "max_cost": max_cost,
         "seed": seed, "max_output_tokens": max_output_tokens, "on_invalid": on_invalid, "limit": limit,
-        "truncate_prompt": truncate_prompt,
+        "truncate_prompt": truncate_prompt, "cache": cache,
     }  # fmt: skip
     options = {name: value for name, value in chosen.items() if value is not None}
     made = submission.submit(input_, to, options, endpoint)

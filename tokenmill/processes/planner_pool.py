@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
+from pipeline.answers.index import AnswerStoreCounts
 from pipeline.jobs.planning import PlanningCancelled, PlanningFailed, PlanOutcome
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import Clock, PipelineError
@@ -67,7 +68,9 @@ class PlannerPool:
         stuck_seconds: float,
         clock: Clock,
         router: RuleRouter | None = None,
+        answers: AnswerStoreCounts | None = None,
     ) -> None:
+        self._answers = answers or AnswerStoreCounts()
         self._router = router or RuleRouter()
         self._task = {"root": root, "command": command, "log_format": log_format, "memory_bytes": memory_bytes}
         self._memory_bytes = memory_bytes
@@ -90,6 +93,8 @@ class PlannerPool:
         loads = {key: asdict(load) for key, load in self._router.loads().items()}
         attempt = self._send(ledger.name, {"job": ledger.name, "in_time": in_time, "loads": loads})
         answer = self._answer(attempt)
+        for what, number in (answer or {}).pop("answers", {}).items():
+            self._answers.add(what, number)
         with self._lock:  # from here on neither `cancel` nor `end_stuck` finds the process, which may plan another job
             del self._attempts[ledger.name]
         if answer is None or answer.pop("ends") or attempt.is_cancelled or attempt.is_stuck:

@@ -31,8 +31,10 @@ from typing import Any, Final, TextIO
 from pipeline.adapters.folder.locks import RunLock
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.system_clock import SystemClock, SystemRandomness
+from pipeline.answers.index import AnswerIndex
 from pipeline.jobs.planning import plan_job, plan_open_job
 from pipeline.ledger.ledger import JobLedger
+from pipeline.models.stored_answers import open_answers
 from pipeline.ports import PipelineError, World
 from pipeline.routing.loads import ModelLoad
 from pipeline.routing.rules import RuleRouter
@@ -220,6 +222,7 @@ def _plan_jobs(task: dict[str, Any], lines: SimpleQueue[str]) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
         world = replace(root.world, on_progress=answers.report_progress)
         open_input = partial(root.open_input, on_read=answers.report_progress)
+        index = AnswerIndex(world.store, world.clock, settings.answers)
         answers.write({"ready": True})
         ends = False
         while not ends:
@@ -228,8 +231,9 @@ def _plan_jobs(task: dict[str, Any], lines: SimpleQueue[str]) -> None:
             router = RuleRouter(partial(dict, loads), _ParentsClassifier(answers, lines))
             try:
                 outcome = plan_open_job(
-                    root.ledger(request["job"]), world, open_input, in_time=request["in_time"], router=router
-                )
+                    root.ledger(request["job"]), world, open_input, in_time=request["in_time"], router=router,
+                    open_answers=partial(open_answers, index, world.scratch),
+                )  # fmt: skip
                 answer = asdict(outcome)
             except PipelineError as error:
                 answer = {"later": str(error)}
@@ -241,7 +245,7 @@ def _plan_jobs(task: dict[str, Any], lines: SimpleQueue[str]) -> None:
                     "traceback": "".join(traceback.format_tb(error.__traceback__)),
                 }
             ends = ends or data_bytes() > limit // 2  # leftover memory of this job must not fail the next one
-            answers.write(answer | {"ends": ends})
+            answers.write(answer | {"ends": ends, "answers": index.counts.take()})
 
 
 class _ParentsClassifier:

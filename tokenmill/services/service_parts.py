@@ -10,6 +10,7 @@ import threading
 from typing import Final
 
 from pipeline.adapters.folder.store import FolderStore
+from pipeline.answers.index import AnswerIndex
 from pipeline.dispatcher.controller import JobController, JobControllerSettings
 from pipeline.dispatcher.dispatch_counts import DispatchMetrics
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
@@ -62,11 +63,13 @@ def dispatcher_part(
             dispatcher = Dispatcher(
                 root.world, backends.queue, backends.heartbeats,
                 settings=dispatching, together=readers, beside=others, metrics=metrics,
+                answers=AnswerIndex(root.world.store, root.world.clock, settings.answers, metrics.answers),
             )  # fmt: skip
             planning = JobControllerSettings(planners=settings.planners)
             planner = PlannerPool(
                 root.url, command, log_format or settings.log_format,
                 settings.planner_memory_bytes, settings.planner_stuck_seconds, root.world.clock, router,
+                metrics.answers,
             )  # fmt: skip
             JobController(root.world, dispatcher, settings=planning, lease=backends.lease, planner=planner).run(stop)
 
