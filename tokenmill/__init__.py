@@ -1,22 +1,30 @@
 """The command line, and the wiring of services by the settings. No other package imports it.
 
 In Python it offers functions over the rows of a table: `map` and `preview` (a prompt), `embed`, `classify` and `score`.
-They are imported at their first use, so that `import tokenmill` takes no time.
+`write_dataset` writes such a table as a dataset. They are imported at their first use, so that `import tokenmill` takes
+no time.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tokenmill.frames.dataset_folder import write_dataset
     from tokenmill.frames.mapping import map_rows as map  # noqa: A004  # `tokenmill.map`, as users write it
     from tokenmill.frames.mapping import preview
     from tokenmill.frames.pooled import classify, embed, score
 
-__all__ = ["classify", "embed", "map", "preview", "score"]
+_HOMES = {
+    "classify": "pooled", "embed": "pooled", "map": "mapping", "preview": "mapping", "score": "pooled",
+    "write_dataset": "dataset_folder",
+}  # fmt: skip
+"""The modules of the functions."""
+
+__all__ = ["classify", "embed", "map", "preview", "score", "write_dataset"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from tokenmill.frames import mapping, pooled
+    from importlib import import_module
 
-    return mapping.map_rows if name == "map" else getattr(mapping, name, None) or getattr(pooled, name)
+    return getattr(import_module(f"tokenmill.frames.{_HOMES[name]}"), "map_rows" if name == "map" else name)

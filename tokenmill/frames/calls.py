@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 
 from tokenmill.errors import InvalidCall
-from tokenmill.frames.data import Frame, open_frame
+from tokenmill.frames.data import open_frame
+from tokenmill.frames.frame import Frame
 from tokenmill.frames.tasks.task import Answers, Task
 
 if TYPE_CHECKING:
     from tokenmill.frames.job import TableEstimate, TableJob
+    from tokenmill.frames.records import CallRecord
 
 _COMMON: Final[Mapping[str, Callable[[pa.Table, list[str | None]], pa.Array]]] = {
     "_error": lambda _, errors: pa.array(errors, pa.string()),
@@ -50,7 +52,7 @@ class TableCall:
     """A call that is checked as far as it can be without a model.
 
     Attributes:
-        requests: of its rows.
+        requests: of its rows.  column: of the answers, and the beginning of the other new columns' names.
 
     Raises:
         InvalidCall: a column is missing, a new one is there already, or a text can't be rendered.
@@ -60,7 +62,7 @@ class TableCall:
         from tokenmill.frames.requests import TableRequests
 
         self.frame, self.task = frame, task
-        self._column = output_column
+        self.column = output_column
         self._names = {suffix: output_column + suffix for suffix in task.suffixes}
         for name in self._names.values():
             if name in frame.columns:
@@ -81,7 +83,7 @@ class TableCall:
             return self.columns(job.answers, job.no_results())
         given = None if output_dir is None else Path(output_dir)
         with job_folder(given) as folder, tempfile.TemporaryDirectory() as scratch:
-            former = None if reuse is None else former_results(reuse, job.answers, self._column, Path(scratch))
+            former = None if reuse is None else former_results(reuse, job.answers, self.column, Path(scratch))
             results = job.run(folder, former)
         return self.columns(job.answers, results)
 
@@ -102,14 +104,21 @@ class TableCall:
         columns = [own[suffix] if suffix in own else _COMMON[suffix](results, errors) for suffix in self._names]
         return pa.table(columns, names=list(self._names.values()))
 
+    def record(self) -> CallRecord:
+        """What the call asks, for its job's folder."""
+        from tokenmill.frames.records import CallRecord
+
+        texts = {name: text.source for name, text in self.task.texts.items()}
+        return CallRecord(url=self.task.url, column=self.column, texts=texts, body=dict(self.task.body))
+
     def _job(self, model: str, engine: Mapping[str, Any]) -> TableJob:
         from tokenmill.frames.job import TableJob, engine_of
 
-        return TableJob(self.task, self.requests, model, engine=engine_of(engine))
+        return TableJob(self, model, engine=engine_of(engine))
 
     def _free(self) -> str:
         """An output column without a clash."""
-        base, number = self._column, 2
+        base, number = self.column, 2
         while any(f"{base}_{number}{suffix}" in self.frame.columns for suffix in self.task.suffixes):
             number += 1
         return f"{base}_{number}"

@@ -11,39 +11,15 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any
 
 import pyarrow as pa
 
 from pipeline.ports import PipelineError
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.files import READERS
-
-BATCH_ROWS: Final = 1_000
-
-
-class Frame(Protocol):
-    """A table of any kind.
-
-    Attributes:
-        columns: the names of its columns, in their order.
-    """
-
-    columns: tuple[str, ...]
-
-    def __len__(self) -> int: ...
-
-    def cells(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Each row's cells of these columns, as Python values."""
-        ...
-
-    def with_columns(self, added: pa.Table) -> Any:
-        """A table of the same kind with these columns behind its own."""
-        ...
-
-    def head(self, rows: int) -> Frame:
-        """The first rows."""
-        ...
+from tokenmill.frames.frame import Frame, enums, rows_of, without_enums
+from tokenmill.frames.hub import DatasetFrame, check_kind
 
 
 def open_frame(data: Any) -> Frame:
@@ -60,10 +36,13 @@ def open_frame(data: Any) -> Frame:
         return PolarsFrame(data)
     if isinstance(data, _imported("duckdb", "DuckDBPyRelation")):
         return DuckDbFrame(data)
+    if isinstance(data, _imported("datasets", "Dataset")):
+        return DatasetFrame(data)
+    check_kind(data)
     hint = "; call .collect() first" if isinstance(data, _imported("polars", "LazyFrame")) else ""
     raise InvalidCall(
         f"data: is a {type(data).__name__}, but must be a pandas or polars DataFrame, an Arrow table, a DuckDB "
-        f"relation, a list of dicts, or the path of Parquet, CSV or JSONL files{hint}"
+        f"relation, a datasets.Dataset, a list of dicts, or the path of Parquet, CSV or JSONL files{hint}"
     )
 
 
@@ -88,7 +67,7 @@ class ArrowFrame:
         if not columns:
             yield from ({} for _ in range(len(self)))
         else:
-            yield from _rows_of(self._table.select(list(columns)))
+            yield from rows_of(self._table.select(list(columns)))
 
     def with_columns(self, added: pa.Table) -> pa.Table:
         table = self._table
@@ -98,6 +77,9 @@ class ArrowFrame:
 
     def head(self, rows: int) -> ArrowFrame:
         return ArrowFrame(self._table.slice(0, rows))
+
+    def to_arrow(self) -> pa.Table:
+        return without_enums(self._table)
 
 
 class DictsFrame:
@@ -118,10 +100,16 @@ class DictsFrame:
             yield {name: row.get(name) for name in columns}
 
     def with_columns(self, added: pa.Table) -> list[dict[Any, Any]]:
-        return [{**row, **new} for row, new in zip(self._rows, _rows_of(added), strict=True)]
+        return [{**row, **new} for row, new in zip(self._rows, rows_of(added), strict=True)]
 
     def head(self, rows: int) -> DictsFrame:
         return DictsFrame(self._rows[:rows])
+
+    def to_arrow(self) -> pa.Table:
+        try:
+            return pa.Table.from_pylist(list(self.cells(self.columns)))
+        except (pa.ArrowException, TypeError) as error:
+            raise InvalidCall(f"data: a column mixes types: {error}; convert it to text") from error
 
 
 class PandasFrame:
@@ -139,11 +127,7 @@ class PandasFrame:
         if not columns:
             yield from ({} for _ in range(len(self)))
             return
-        try:
-            table = pa.Table.from_pandas(self._frame[list(columns)], preserve_index=False)
-        except pa.ArrowException as error:
-            raise InvalidCall(f"data: a column of the prompt mixes types: {error}; convert it to text") from error
-        yield from _rows_of(table)
+        yield from rows_of(self._arrow(columns))
 
     def with_columns(self, added: pa.Table) -> Any:
         pandas = sys.modules["pandas"]
@@ -162,6 +146,16 @@ class PandasFrame:
     def head(self, rows: int) -> PandasFrame:
         return PandasFrame(self._frame.head(rows))
 
+    def to_arrow(self) -> pa.Table:
+        return without_enums(self._arrow(self.columns))
+
+    def _arrow(self, columns: Sequence[str]) -> pa.Table:
+        try:
+            table = pa.Table.from_pandas(self._frame[list(columns)], preserve_index=False)
+        except pa.ArrowException as error:
+            raise InvalidCall(f"data: a column mixes types: {error}; convert it to text") from error
+        return table.replace_schema_metadata(None)
+
 
 class PolarsFrame:
     """A polars DataFrame; an enum becomes `polars.Enum`."""
@@ -179,11 +173,15 @@ class PolarsFrame:
     def with_columns(self, added: pa.Table) -> Any:
         polars = sys.modules["polars"]
         new = polars.from_arrow(added)
-        enums = [polars.col(name).cast(polars.Enum(values)) for name, values in _enums(added).items()]
-        return self._frame.hstack(new.with_columns(enums))
+        typed = [polars.col(name).cast(polars.Enum(values)) for name, values in enums(added).items()]
+        return self._frame.hstack(new.with_columns(typed))
 
     def head(self, rows: int) -> PolarsFrame:
         return PolarsFrame(self._frame.head(rows))
+
+    def to_arrow(self) -> pa.Table:
+        oldest = sys.modules["polars"].CompatLevel.oldest()  # others' readers don't have views of strings
+        return without_enums(self._frame.to_arrow(compat_level=oldest))
 
 
 class DuckDbFrame:
@@ -203,7 +201,7 @@ class DuckDbFrame:
 
     def with_columns(self, added: pa.Table) -> Any:
         types = dict(zip(self._relation.columns, map(str, self._relation.types), strict=True))
-        for name, values in _enums(added).items():
+        for name, values in enums(added).items():
             listed = ", ".join("'" + value.replace("'", "''") + "'" for value in values)
             types[name] = f"ENUM({listed})"
         answered = self._arrow.with_columns(added)
@@ -217,19 +215,8 @@ class DuckDbFrame:
     def head(self, rows: int) -> DuckDbFrame:
         return DuckDbFrame(self._relation, self._table.slice(0, rows))
 
-
-def _rows_of(table: pa.Table) -> Iterator[dict[str, Any]]:
-    for batch in table.to_batches(max_chunksize=BATCH_ROWS):
-        yield from batch.to_pylist()
-
-
-def _enums(table: pa.Table) -> dict[str, list[str]]:
-    """The values of each column that is an enum, in their order."""
-    return {
-        name: column.chunk(0).dictionary.to_pylist() if column.num_chunks else []
-        for name, column in zip(table.column_names, table.columns, strict=True)
-        if pa.types.is_dictionary(column.type)
-    }
+    def to_arrow(self) -> pa.Table:
+        return self._arrow.to_arrow()
 
 
 def _read_files(given: str) -> pa.Table:

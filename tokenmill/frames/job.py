@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,8 +23,7 @@ from tokenmill.config.engine_options import EngineOptions, engine_options
 from tokenmill.config.former import FormerUnusable
 from tokenmill.config.inputs import pin
 from tokenmill.errors import InvalidCall
-from tokenmill.frames.requests import REQUESTS, FieldSharing, TableRequests, write_into_job
-from tokenmill.frames.tasks.task import Task
+from tokenmill.frames.requests import REQUESTS, FieldSharing, write_into_job
 from tokenmill.local.estimate import JobDryRuns
 from tokenmill.local.execute import run_with_progress
 from tokenmill.local.pricing import price_of_worker
@@ -32,6 +31,9 @@ from tokenmill.local.run_plan import make_plan
 from tokenmill.settings import read_settings
 from workers.model.loaded_model import model_path
 from workers.text.chat_options import OWN_CHAT
+
+if TYPE_CHECKING:
+    from tokenmill.frames.calls import TableCall
 
 COLUMNS = ("row", "error_code", "error_message", "prompt_tokens", "cached_tokens", "completion_tokens", "request_key",
            "reused_from")  # fmt: skip
@@ -77,7 +79,7 @@ class TableEstimate:
 
 
 class TableJob:
-    """A table's requests for one model, with a check of everything that can be checked without computing.
+    """The job of a call with one model, with a check of everything that can be checked without computing.
 
     Attributes:
         answers: makes the columns of the answers.
@@ -93,22 +95,21 @@ class TableJob:
 
     def __init__(
         self,
-        task: Task,
-        requests: TableRequests,
+        call: TableCall,
         model: str,
         wanted: JobSettings | None = None,
         engine: EngineOptions | None = None,
     ) -> None:
-        self._task, self._requests = task, requests
+        self._call, self._task, self._requests = call, call.task, call.requests
         self._settings = read_settings()
         self._wanted = wanted or job_options.job_settings(self._settings)
         self._engine = engine or engine_options(self._settings)
         self._given_model = model
         name, _ = job_options.split_name(model)
-        self._body = {"model": name, **task.body}
-        sample = self._parsed(task.request(dict.fromkeys(task.texts, "a")))
+        self._body = {"model": name, **self._task.body}
+        sample = self._parsed(self._task.request(dict.fromkeys(self._task.texts, "a")))
         self._model = job_options.choose_model(model, self._settings.model_cache)
-        self.answers = task.answers(model_path(self._model.source.path), sample)
+        self.answers = self._task.answers(model_path(self._model.source.path), sample)
 
     def _parsed(self, more: Mapping[str, Any]) -> Body:
         try:
@@ -158,7 +159,7 @@ class TableJob:
 
     def write(self, folder: Path, *, fresh: bool = False) -> Path:
         """Write the requests into a job's folder; see `write_into_job`."""
-        return write_into_job(self._requests, folder, self._body, fresh=fresh)
+        return write_into_job(self._requests, folder, self._body, self._call.record(), fresh=fresh)
 
     def estimate(self, price_per_hour: float | None = None) -> TableEstimate:
         """The dry run of the job; of one with `{% fields %}` in both orders. `price_per_hour`: of this machine; None:

@@ -63,12 +63,13 @@ class RowText(Protocol):
 
     Attributes:
         columns: that it uses, sorted.  fields: those of `{% fields %}`; none without it.
-        part: the argument that it is, for messages.
+        part: the argument that it is, for messages.  source: as a template.
     """
 
     columns: tuple[str, ...]
     fields: tuple[str, ...]
     part: str
+    source: str
 
     def render(self, cells: Mapping[str, Any], field_lines: str = "") -> str:
         """The text for a row's cells. Raises `InvalidCall`, without the row."""
@@ -83,7 +84,7 @@ class ColumnText:
     def __init__(self, column: str, part: str = "column") -> None:
         if not isinstance(column, str):
             raise InvalidCall(f"{part}: must be the name of a column")
-        self.part = part
+        self.part, self.source = part, f"{{{{ {column} }}}}"
         self.columns: tuple[str, ...] = (column,)
 
     def render(self, cells: Mapping[str, Any], field_lines: str = "") -> str:
@@ -109,7 +110,7 @@ class PromptTemplate:
             raise InvalidCall(f"{part}: must be a text with something in it")
         if len(text) > MAX_TEMPLATE_CHARS:
             raise InvalidCall(f"{part}: has {len(text)} characters, and may have {MAX_TEMPLATE_CHARS}; shorten it")
-        self.part = part
+        self.part, self.source = part, text
         environment = _Environment()
         try:
             tree = environment.parse(text)

@@ -12,9 +12,10 @@ import orjson
 
 from pipeline.adapters.folder.locks import RunLock
 from tokenmill.errors import InvalidCall
-from tokenmill.frames.data import Frame
 from tokenmill.frames.field_order import FieldOrder, order_fields, shared_characters
+from tokenmill.frames.frame import Frame
 from tokenmill.frames.prompts import check_columns, field_lines
+from tokenmill.frames.records import CallRecord, write_record
 from tokenmill.frames.tasks.task import Task
 
 REQUESTS: Final = "requests.jsonl"
@@ -99,11 +100,14 @@ class TableRequests:
                 file.write(orjson.dumps(line) + b"\n")
 
 
-def write_into_job(requests: TableRequests, folder: Path, body: Mapping[str, Any], *, fresh: bool = False) -> Path:
+def write_into_job(
+    requests: TableRequests, folder: Path, body: Mapping[str, Any], record: CallRecord, *, fresh: bool = False
+) -> Path:
     """Write the requests into a job's folder, while no run holds it. The same ones are left as they are, so that their
     bytes needn't be hashed again.
 
     Args:
+        record: of the call; it is written beside them.
         fresh: the job in the folder is to be forgotten.
 
     Raises:
@@ -115,13 +119,14 @@ def write_into_job(requests: TableRequests, folder: Path, body: Mapping[str, Any
     with RunLock(folder), tempfile.TemporaryDirectory(prefix=".tokenmill-", dir=folder) as scratch:
         new = Path(scratch) / REQUESTS
         requests.write(new, body)
-        if path.exists() and _same_bytes(path, new):
-            return path
-        if not fresh and (folder / "job.json").exists():
+        is_other = not (path.exists() and _same_bytes(path, new))
+        if is_other and not fresh and (folder / "job.json").exists():
             raise InvalidCall(
                 f"{folder}: holds a job of other prompts or options; give another folder, or remove this one"
             )
-        new.replace(path)
+        write_record(record, Path(scratch), folder)
+        if is_other:
+            new.replace(path)
     return path
 
 

@@ -74,9 +74,8 @@ class TableRun:
         self._frame = frame if options.limit is None else frame.head(options.limit)
         column = "answer" if options.output_column is None else options.output_column
         parts = f"--prompt {options.prompt}", f"--system {options.system}"
-        task = chat_task(prompt, system, form, sampling, parts)
-        self._call = TableCall(self._frame, task, column)
-        self._job = TableJob(task, self._call.requests, model, wanted, engine)
+        self._call = TableCall(self._frame, chat_task(prompt, system, form, sampling, parts), column)
+        self._job = TableJob(self._call, model, wanted, engine)
 
     def estimate(self, price_per_hour: float | None) -> TableEstimate:
         """See `TableJob.estimate`."""

@@ -121,6 +121,7 @@ def test_given_a_table_without_rows_when_embedded_then_it_has_the_new_columns(em
     assert found.schema["embedding_reused"] == pl.Boolean
 
 
+@pytest.mark.slow
 def test_given_a_classifier_when_texts_and_pairs_are_classified_then_labels_are_an_enum_with_probabilities(
     classifier: str, folder: Path
 ) -> None:
