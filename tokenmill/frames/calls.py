@@ -13,6 +13,7 @@ import pyarrow as pa
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.data import open_frame
 from tokenmill.frames.frame import Frame
+from tokenmill.frames.resident import Model, load_in_turn, name_and_options
 from tokenmill.frames.tasks.task import Answers, Task
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _COMMON: Final[Mapping[str, Callable[[pa.Table, list[str | None]], pa.Array]]] =
 def run_call(
     data: Any,
     task: Task,
-    model: str,
+    model: Model,
     *,
     output_column: str,
     output_dir: str | os.PathLike[str] | None,
@@ -72,7 +73,7 @@ class TableCall:
         self.requests = TableRequests(frame, task)
 
     def compute(
-        self, model: str, output_dir: str | os.PathLike[str] | None, engine: Mapping[str, Any], reuse: Any = None
+        self, model: Model, output_dir: str | os.PathLike[str] | None, engine: Mapping[str, Any], reuse: Any = None
     ) -> pa.Table:
         """The new columns. A table without rows loads nothing. Raises as `tokenmill.map`."""
         from tokenmill.frames.former import former_results
@@ -82,12 +83,12 @@ class TableCall:
         if not len(self.frame):
             return self.columns(job.answers, job.no_results())
         given = None if output_dir is None else Path(output_dir)
-        with job_folder(given) as folder, tempfile.TemporaryDirectory() as scratch:
+        with job_folder(given) as folder, tempfile.TemporaryDirectory() as scratch, load_in_turn(model) as load:
             former = None if reuse is None else former_results(reuse, job.answers, self.column, Path(scratch))
-            results = job.run(folder, former)
+            results = job.run(folder, former, load)
         return self.columns(job.answers, results)
 
-    def estimate(self, model: str, engine: Mapping[str, Any], reuse: Any = None) -> TableEstimate:
+    def estimate(self, model: Model, engine: Mapping[str, Any], reuse: Any = None) -> TableEstimate:
         """What `compute` would take. Raises as `tokenmill.map`."""
         if reuse is not None:
             raise InvalidCall("reuse: an estimate is of all rows; leave out reuse or dry_run")
@@ -111,10 +112,11 @@ class TableCall:
         texts = {name: text.source for name, text in self.task.texts.items()}
         return CallRecord(url=self.task.url, column=self.column, texts=texts, body=dict(self.task.body))
 
-    def _job(self, model: str, engine: Mapping[str, Any]) -> TableJob:
+    def _job(self, model: Model, engine: Mapping[str, Any]) -> TableJob:
         from tokenmill.frames.job import TableJob, engine_of
 
-        return TableJob(self, model, engine=engine_of(engine))
+        name, options = name_and_options(model, engine)
+        return TableJob(self, name, engine=engine_of(options))
 
     def _free(self) -> str:
         """An output column without a clash."""

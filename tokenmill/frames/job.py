@@ -27,6 +27,7 @@ from tokenmill.frames.requests import REQUESTS, FieldSharing, write_into_job
 from tokenmill.local.estimate import JobDryRuns
 from tokenmill.local.execute import run_with_progress
 from tokenmill.local.pricing import price_of_worker
+from tokenmill.local.run_job import Load
 from tokenmill.local.run_plan import make_plan
 from tokenmill.settings import read_settings
 from workers.model.loaded_model import model_path
@@ -117,11 +118,12 @@ class TableJob:
         except RowError as error:
             raise InvalidCall(error.message) from error
 
-    def run(self, folder: Path, reuse: Path | None = None) -> pa.Table:
+    def run(self, folder: Path, reuse: Path | None = None, load: Load | None = None) -> pa.Table:
         """The results; see `results`. A job that a killed run left in the folder goes on.
 
         Args:
             reuse: former results, whose answers rows with equal keys take.
+            load: as of `run_job`; None: a model for this job.
 
         Raises:
             InvalidCall: the folder holds another job, or there are no such results.
@@ -134,7 +136,7 @@ class TableJob:
             price_per_hour=price, reuse=reuse,
         )  # fmt: skip
         try:
-            done = run_with_progress(plan)
+            done = run_with_progress(plan, load)
         except DifferentJob as error:
             changed = "; ".join(f"{name} was {old}, now {new}" for name, old, new in error.differences)
             raise InvalidCall(

@@ -12,6 +12,7 @@ from tokenmill.errors import InvalidCall
 from tokenmill.frames.calls import TableCall, run_call
 from tokenmill.frames.data import open_frame
 from tokenmill.frames.options import MapKeywords, MapOptions, split_options
+from tokenmill.frames.resident import Model
 from tokenmill.frames.tasks.chat import chat_task
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def map_rows(
     data: Any,
     *,
     prompt: str,
-    model: str,
+    model: Model,
     output: Any = str,
     system: str | None = None,
     output_column: str = "answer",
@@ -51,8 +52,8 @@ def map_rows(
         prompt: the user's message, a Jinja template over the columns: `"Is this positive? {{ review }}"`.
             `{% fields a, b %}` writes columns as lines `NAME: VALUE`, in each row in the order that lets the prompts
             share the longest prefixes.
-        model: a folder, a GGUF file, a hub name or `"demo"`, as `tokenmill run --model` takes it. It needs a chat
-            template.
+        model: a folder, a GGUF file, a hub name or `"demo"`, as `tokenmill run --model` takes it, which is loaded for
+            this call; or one that stays loaded (`load_model`). It needs a chat template.
         output: the form of the answers: `str`, `Literal["yes", "no"]`, a pydantic model, or a JSON schema as a dict.
             It is enforced while the model writes.
         system: the system message, a template likewise.
@@ -103,7 +104,7 @@ def preview(
     data: Any,
     *,
     prompt: str,
-    model: str,
+    model: Model,
     output: Any = str,
     system: str | None = None,
     output_column: str = "answer",

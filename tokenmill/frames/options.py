@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from schemas.settings.settings import GenerationConfig, check_speculate
 from tokenmill.config.cli_options import Device, DType, KvDType, Quantize
 from tokenmill.errors import InvalidCall
+from tokenmill.frames.resident import Model
 
 Positive = Annotated[int, Field(ge=1)]
 Bytes = Annotated[int, Field(ge=0)]
@@ -63,7 +64,7 @@ class EngineKeywords(TypedDict, total=False):
 class TableKeywords(EngineKeywords, total=False):
     """Those that every call has."""
 
-    model: Required[str]
+    model: Required[Model]
     output_column: str
     output_dir: str | os.PathLike[str] | None
     reuse: Any

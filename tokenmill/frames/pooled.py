@@ -14,6 +14,7 @@ from tokenmill.frames.calls import run_call
 from tokenmill.frames.mapping import DataT, Dicts, Files
 from tokenmill.frames.options import ClassifyKeywords, EmbedKeywords, EngineKeywords, ScoreKeywords, check_engine
 from tokenmill.frames.prompts import ColumnText, PromptTemplate, RowText
+from tokenmill.frames.resident import Model
 from tokenmill.frames.tasks.labels import label_task
 from tokenmill.frames.tasks.scores import score_task
 from tokenmill.frames.tasks.vectors import vector_task
@@ -33,7 +34,7 @@ def embed(data: DataT, *, dry_run: Literal[False] = ..., **given: Unpack[EmbedKe
 def embed(
     data: Any,
     *,
-    model: str,
+    model: Model,
     text: str | None = None,
     column: str | None = None,
     dimensions: int | None = None,
@@ -48,7 +49,7 @@ def embed(
 
     Args:
         data: as `tokenmill.map` takes it.
-        model: a folder in the layout of sentence-transformers, or a hub name.
+        model: a folder in the layout of sentence-transformers, or a hub name; or a loaded one (`load_model`).
         text: a Jinja template over the columns: `"{{ title }} {{ body }}"`.
         column: in place of `text`, the name of a column that is embedded as it stands.
         dimensions: keep the first numbers of each vector, scaled to length 1 again if the model's vectors are.
@@ -96,7 +97,7 @@ def classify(data: DataT, *, dry_run: Literal[False] = ..., **given: Unpack[Clas
 def classify(
     data: Any,
     *,
-    model: str,
+    model: Model,
     text: str | None = None,
     column: str | None = None,
     labels: Sequence[str] | None = None,
@@ -172,7 +173,7 @@ def score(
     *,
     query: str,
     document: str,
-    model: str,
+    model: Model,
     instruction: str | None = None,
     truncate_prompt_tokens: int | None = None,
     score_tokens: tuple[str, str] | None = None,

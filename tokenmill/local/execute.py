@@ -15,7 +15,7 @@ from tokenmill.errors import Interrupted, KeyboardInterruption, UserError
 if TYPE_CHECKING:
     from schemas.jobs.outcome import Manifest
     from tokenmill.local.cascade import CascadePlan
-    from tokenmill.local.run_job import JobRun
+    from tokenmill.local.run_job import JobRun, Load
     from tokenmill.local.run_plan import RunPlan
     from tokenmill.local.tracker import RunTracker
 
@@ -49,12 +49,17 @@ def execute_cascade(plan: CascadePlan, *, as_json: bool) -> None:
     show_cascade(end.outcome, plan.first.output / FOLDER / MERGED)
 
 
-def run_with_progress(plan: RunPlan) -> JobRun:
+def run_with_progress(plan: RunPlan, load: Load | None = None) -> JobRun:
     """Run with progress on stderr; the first Ctrl-C stops after the current step, the second at once. Raises what
-    `run_job` raises, and `UserError` for an invalid input."""
+    `run_job` raises, and `UserError` for an invalid input.
+
+    Args:
+        load: as of `run_job`; None: a model for this job.
+    """
     from pipeline.planner import InvalidInput
     from tokenmill.local.progress import ProgressDisplay
     from tokenmill.local.run_job import run_job
+    from tokenmill.local.run_plan import load_model
     from tokenmill.local.tracker import RunTracker
     from tokenmill.processes.logging import log_to_stderr
 
@@ -62,7 +67,7 @@ def run_with_progress(plan: RunPlan) -> JobRun:
     tracker, stop = RunTracker(), threading.Event()
     try:
         with _stopping(stop, tracker), ProgressDisplay(output.stderr(), tracker.snapshot):
-            return run_job(plan, tracker, stop)
+            return run_job(plan, tracker, stop, load or load_model)
     except InvalidInput as error:
         for wrong in error.errors[:SHOWN_ERRORS]:
             output.say(f"line {wrong.line}: {wrong.code}: {wrong.message}")

@@ -123,12 +123,13 @@ def worker_settings(settings: Settings, policies: Policies) -> WorkerSettings:
     )
 
 
-def load_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> LoadedModel:
-    """Load the pinned model, with a KV cache no larger than these requests can use."""
+def load_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment] | None) -> LoadedModel:
+    """Load the pinned model, with a KV cache no larger than these requests can use; None: for any requests."""
+    needed = () if segments is None else (tokens_per_sequence(segments), sequences(segments), rows_at_once(segments))
     return LoadedModel.load(
         Path(pin.source),
         name=pin.name,
-        config=plan.engine.config(tokens_per_sequence(segments), sequences(segments), rows_at_once(segments)),
+        config=plan.engine.config(*needed),
         revision=pin.revision,
         chat=plan.chat,
         digest=pin.digest,

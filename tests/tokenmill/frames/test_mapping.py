@@ -25,6 +25,7 @@ from tests.tokenmill.chaos.watching import digests, parts
 from tests.tokenmill.command_processes import ROOT
 from tests.waiting import wait_for
 from tokenmill.errors import InvalidCall
+from workers.model.loaded_model import LoadedModel
 
 PROGRAM = Path(__file__).with_name("table_program.py")
 PROMPT = "{{ item }}?"
@@ -242,3 +243,48 @@ def test_given_a_script_killed_at_random_moments_when_started_again_then_no_comm
     assert set(found["answer"]) <= {"yes", "no"}
     assert found["answer_completion_tokens"].sum() == usage["completion"]
     assert sorted(pq.read_table(job / "results", columns=["row"])["row"].to_pylist()) == list(range(rows))
+
+
+def test_given_a_resident_model_when_mapped_twice_then_it_is_loaded_once_and_answers_alike(
+    model: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[LoadedModel] = []
+    load = LoadedModel.load
+    monkeypatch.setattr(LoadedModel, "load", lambda *args, **options: loads.append(load(*args, **options)) or loads[-1])
+    table = pa.table({"item": ["a message " * 40, "from the user"]})
+    call: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+
+    with tm.load_model(model, dtype="float32") as resident:
+        first = tm.map(table, model=resident, output_dir=folder / "first", **call)
+        second = tm.map(table, model=resident, output_dir=folder / "second", **call)
+        assert len(loads) == 1
+    alone = tm.map(table, model=model, dtype="float32", **call)
+
+    assert len(loads) == 2
+    assert first["answer"] == second["answer"] == alone["answer"]
+    assert first["answer_error"].null_count == 2
+    # The second job counts its own work, and finds the first one's blocks.
+    usages = [json.loads((folder / name / "manifest.json").read_text())["usage"] for name in ("first", "second")]
+    assert usages[0]["completion"] == usages[1]["completion"] > 0
+    assert usages[0]["cached"] < usages[1]["cached"]
+
+
+def test_given_a_job_that_fails_when_mapped_again_then_the_resident_model_is_loaded_anew(
+    model: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = pa.table({"item": ["a message"]})
+    with tm.load_model(model) as resident:
+        with monkeypatch.context() as broken:
+            broken.setattr(LoadedModel, "mismatch", lambda *_: "planted")
+            with pytest.raises(Exception, match="planted"):
+                tm.map(table, prompt=PROMPT, model=resident, max_tokens=2)
+        assert tm.map(table, prompt=PROMPT, model=resident, max_tokens=2)["answer_error"].null_count == 1
+
+
+def test_options_of_a_resident_model_are_given_once(model: str) -> None:
+    with pytest.raises(InvalidCall, match="temperature: is a sampling parameter"):
+        tm.load_model(model, temperature=0)  # type: ignore[call-arg]
+    with pytest.raises(InvalidCall, match="replicas: must be 1"):
+        tm.load_model(model, replicas=2)
+    with tm.load_model(model) as resident, pytest.raises(InvalidCall, match="dtype: the model is loaded already"):
+        tm.map([{"item": "a"}], prompt=PROMPT, model=resident, dtype="float32")
