@@ -8,11 +8,15 @@ if it is replaced; in a bucket without versioning, a replaced object stops the j
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, BinaryIO
+from itertools import islice
+from typing import BinaryIO, Final
 
 from pipeline.adapters.s3.client import ConditionFailed, MissingObject, S3Connection
+from pipeline.adapters.s3.listing import list_objects
 from pipeline.adapters.s3.settings import S3Settings
 from pipeline.adapters.s3.stream import ObjectVersion, head_object, open_snapshot
 from pipeline.adapters.s3.url import join_url, split_url
@@ -21,7 +25,11 @@ from pipeline.planner.ports import InputError, SourceFile
 from pipeline.planner.readers.source import choose_files
 from schemas.jobs.inputs import InputFile, InputRef
 
+MAX_MATCHES: Final = 10_000
+"""Objects of one pattern."""
+
 _CHUNK = 1 << 20
+_MAGIC: Final = re.compile(r"[*?[]")
 
 
 def pin_s3_input(url: str, s3: S3Connection | S3Settings | None = None, *, version: str | None = None) -> InputRef:
@@ -42,6 +50,37 @@ def pin_s3_input(url: str, s3: S3Connection | S3Settings | None = None, *, versi
     parent = key.rpartition("/")[0] + "/" if "/" in key else ""
     files = tuple(_pin(connection, bucket, parent + name, version) for name in chosen)
     return InputRef(uri=url, format=kind, files=files)
+
+
+def find_s3_files(url: str, s3: S3Connection | S3Settings | None = None) -> list[SourceFile]:
+    """The object at the URL, or those whose keys match its pattern, in the order of their keys; each is read in its
+    state of now.
+
+    Args:
+        url: s3://bucket/key, in which `*`, `?` and `[...]` match within a part of the key, and the part `**` any number
+            of parts. A key that has these characters itself is that object.
+
+    Raises:
+        InputError: there is no such object, or there are more than `MAX_MATCHES`.
+        StoreError: as of `pin_s3_input`.
+    """
+    connection = connect(s3)
+    bucket, key = split_url(url)
+    if not key or key.endswith("/"):
+        raise InputError(f"{url}: is no object; give a pattern of those below it, such as {url.rstrip('/')}/*.parquet")
+    keys = [key]
+    if (magic := _MAGIC.search(key)) is not None:
+        listed = (found["Key"] for found in list_objects(connection, bucket, key[: magic.start()]))
+        patterns = key.split("/")
+        keys = list(
+            islice((one for one in listed if one == key or _matches(one.split("/"), patterns)), MAX_MATCHES + 1)
+        )
+        keys = [key] if key in keys else keys
+    if len(keys) > MAX_MATCHES:
+        raise InputError(f"{url}: matches more than {MAX_MATCHES:,} objects; divide it")
+    files = tuple(_pin(connection, bucket, one, None) for one in keys)
+    states = (_state(connection, file, None) for file in files)
+    return [SourceFile(state.url, partial(open_snapshot, connection, state, partial(_lost, state))) for state in states]
 
 
 class PinnedS3Input:
@@ -129,14 +168,15 @@ def _lost(state: ObjectVersion, error: MissingObject | ConditionFailed) -> Input
 
 def _names_below(connection: S3Connection, bucket: str, prefix: str) -> Iterator[str]:
     """Names of the objects directly below the prefix."""
-    request: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix, "Delimiter": "/"}
-    while True:
-        page = connection.run(
-            "list it", join_url(bucket, prefix), partial(connection.client.list_objects_v2, **request)
-        )
-        for found in page.get("Contents", []):
-            if found["Key"] != prefix:  # consoles create such an object for a folder
-                yield found["Key"].removeprefix(prefix)
-        if not page.get("IsTruncated"):
-            return
-        request["ContinuationToken"] = page["NextContinuationToken"]
+    for found in list_objects(connection, bucket, prefix, delimiter="/"):
+        if found["Key"] != prefix:  # consoles create such an object for a folder
+            yield found["Key"].removeprefix(prefix)
+
+
+def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether the parts of a key match those of a pattern, of which "**" stands for any number of parts."""
+    if not patterns:
+        return not names
+    if patterns[0] == "**":
+        return any(_matches(names[skipped:], patterns[1:]) for skipped in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], patterns[0]) and _matches(names[1:], patterns[1:])

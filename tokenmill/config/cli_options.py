@@ -366,8 +366,8 @@ TablePrompt = Annotated[
     typer.Option(
         "--prompt",
         metavar="FILE",
-        help="INPUT is a table (Parquet, CSV or JSONL: a path or a glob), and this a Jinja template over its columns: "
-        "the user's message of each row. OUT/table.parquet is the table with columns of answers.",
+        help="INPUT is a table (Parquet, CSV or JSONL: a path or a glob, also on s3://), and this a Jinja template "
+        "over its columns: the user's message of each row. OUT/table.parquet is the table with columns of answers.",
     ),
 ]
 TableSystem = Annotated[

@@ -11,6 +11,7 @@ from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
     from pipeline.adapters.s3.client import S3Connection
+    from pipeline.planner import SourceFile
 
 S3: Final = "s3://"
 
@@ -25,6 +26,13 @@ def pin(given: str, known: InputRef | None = None) -> InputRef:
 def open_input(pinned: InputRef) -> PinnedInput:
     """The pinned input, ready to be read; see `open_pinned`."""
     return open_pinned(pinned, _connection() if any(in_s3(file.uri) for file in pinned.files) else None)
+
+
+def s3_files(url: str) -> list[SourceFile]:
+    """The objects at the URL or pattern; see `find_s3_files`."""
+    from pipeline.inputs.s3 import find_s3_files
+
+    return find_s3_files(url, _connection())
 
 
 def in_s3(uri: str) -> bool:

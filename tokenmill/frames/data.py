@@ -6,26 +6,23 @@ their types and values untouched. No library is imported here that the caller ha
 
 from __future__ import annotations
 
-import glob
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from pipeline.ports import PipelineError
 from tokenmill.errors import InvalidCall
-from tokenmill.frames.files import READERS
+from tokenmill.frames.files import read_files
 from tokenmill.frames.frame import Frame, enums, rows_of, without_enums
 from tokenmill.frames.hub import DatasetFrame, check_kind
 
 
 def open_frame(data: Any) -> Frame:
-    """The data as a frame; a path or glob is read whole. Raises `InvalidCall`."""
+    """The data as a frame; a path, glob or s3:// URL is read whole. Raises `InvalidCall`."""
     if isinstance(data, str | os.PathLike):
-        return ArrowFrame(_read_files(os.fspath(data)))
+        return ArrowFrame(read_files(os.fspath(data)))
     if isinstance(data, pa.Table):
         return ArrowFrame(data)
     if isinstance(data, list):
@@ -217,30 +214,3 @@ class DuckDbFrame:
 
     def to_arrow(self) -> pa.Table:
         return self._arrow.to_arrow()
-
-
-def _read_files(given: str) -> pa.Table:
-    """The files of one format at a path or glob, in the order of their names, as one table."""
-    if "://" in given:
-        raise InvalidCall(f"data: {given}: must be a path on this machine; fetch the table first")
-    path = os.path.expanduser(given)
-    is_pattern = glob.has_magic(path) and not os.path.exists(path)
-    paths = sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
-    if not paths:
-        raise InvalidCall(f"data: no file matches {given}")
-    formats = {Path(path).suffix.lower() for path in paths}
-    if len(formats) > 1 or not formats <= READERS.keys():
-        hint = f"; give {given.rstrip('/')}/*.parquet" if Path(given).is_dir() else ""
-        raise InvalidCall(f"data: {given}: must be files of one format: {', '.join(READERS)}{hint}")
-    read = READERS[formats.pop()]
-    tables: list[pa.Table] = []
-    for path in paths:
-        try:
-            tables.append(read(path, sum(table.nbytes for table in tables)))
-        except (OSError, pa.ArrowException) as error:
-            raise InvalidCall(f"data: {path}: can't be read: {error}") from error
-        except PipelineError as error:
-            raise InvalidCall(f"data: {error}") from error
-        if tables[-1].schema != tables[0].schema:
-            raise InvalidCall(f"data: {path}: has other columns or types than {paths[0]}; read the files yourself")
-    return pa.concat_tables(tables)

@@ -47,8 +47,8 @@ def map_rows(
     """Answer a prompt for each row of a table, with a model in this process.
 
     Args:
-        data: a pandas or polars DataFrame, an Arrow table, a DuckDB relation, a list of dicts, or the path or glob of
-            Parquet, CSV or JSONL files, which are read whole.
+        data: a pandas or polars DataFrame, an Arrow table, a DuckDB relation, a `datasets.Dataset`, a list of dicts, or
+            the path or glob of Parquet, CSV or JSONL files, also on s3://, which are read whole.
         prompt: the user's message, a Jinja template over the columns: `"Is this positive? {{ review }}"`.
             `{% fields a, b %}` writes columns as lines `NAME: VALUE`, in each row in the order that lets the prompts
             share the longest prefixes.

@@ -11,13 +11,12 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import quote, unquote
 
 from tokenmill.errors import ModelError
@@ -125,10 +124,12 @@ def _revision(files: Sequence[RemoteFile]) -> str:
 
 def _files(connection: S3Connection, bucket: str, key: str, wanted: Sequence[str], url: str) -> list[RemoteFile]:
     """The model's files, by name. Raises `ModelError`."""
+    from pipeline.adapters.s3.listing import list_objects
+
     single = key.endswith(SINGLE)
     prefix = key if single or not key else key.rstrip("/") + "/"
     found = []
-    for entry in _listed(connection, bucket, prefix):
+    for entry in list_objects(connection, bucket, prefix):
         name: str = entry["Key"].rpartition("/")[2] if single else entry["Key"].removeprefix(prefix)
         taken = entry["Key"] == key if single else any(fnmatch(name, pattern) for pattern in wanted)
         if not taken:
@@ -142,17 +143,6 @@ def _files(connection: S3Connection, bucket: str, key: str, wanted: Sequence[str
     if not found:
         raise ModelError(f"{url}: there is no model; give a folder that holds config.json, or a GGUF file")
     return sorted(found, key=lambda file: file.path)
-
-
-def _listed(connection: S3Connection, bucket: str, prefix: str) -> Iterator[dict[str, Any]]:
-    request: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}
-    while True:
-        where = f"{SCHEME}{bucket}/{prefix}"
-        page = connection.run("list it", where, partial(connection.client.list_objects_v2, **request))
-        yield from page.get("Contents", [])
-        if not page.get("IsTruncated"):
-            return
-        request["ContinuationToken"] = page["NextContinuationToken"]
 
 
 def _fetch(connection: S3Connection, bucket: str, files: Sequence[RemoteFile], folder: Path, url: str) -> None:

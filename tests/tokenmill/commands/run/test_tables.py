@@ -144,7 +144,7 @@ def test_given_wrong_files_or_options_when_run_then_no_job_is_made_and_the_messa
         (("cells.csv", "item.txt"), "cells.csv: can't be read: CSV parse error: Row #3"),
         (("broken.jsonl", "item.txt"), "broken.jsonl: line 2: the line is not JSON"),
         (("pipe.txt", "item.txt"), "must be files of one format"),
-        (("s3://bucket/in.parquet", "item.txt"), "must be a path on this machine"),
+        (("https://host/in.parquet", "item.txt"), "must be a path on this machine, or s3://"),
     ]  # fmt: skip
     for given, message in cases:
         ended = run(*given)
