@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from pipeline.answers.index import LOOKUP_RESULTS, AnswerStoreCounts
 from pipeline.counters import DeadLetterCounts, UnexpectedErrors
@@ -143,16 +143,21 @@ def dispatching(metrics: DispatchMetrics, clock: Clock) -> Source:
             samples.value("tokenmill_job_seconds", empty if took is None else took.read(), tier)
         for tier, cost in sorted(metrics.cost().items()):
             samples.value("tokenmill_cost_total", cost, tier)
-        _stored_answers(samples, metrics.answers, "job")
+        stored_answers(metrics.answers, "job")(samples)
 
     return collect
 
 
-def _stored_answers(samples: Samples, counts: AnswerStoreCounts, source: str) -> None:
-    known = counts.snapshot()
-    for result in LOOKUP_RESULTS:
-        samples.value("tokenmill_stored_answer_lookups_total", known.get(result, 0), source, result)
-    samples.value("tokenmill_stored_answer_bytes_total", known.get("bytes", 0), source)
+def stored_answers(counts: AnswerStoreCounts, source: Literal["job", "http"]) -> Source:
+    """The use of the answer store."""
+
+    def collect(samples: Samples) -> None:
+        known = counts.snapshot()
+        for result in LOOKUP_RESULTS:
+            samples.value("tokenmill_stored_answer_lookups_total", known.get(result, 0), source, result)
+        samples.value("tokenmill_stored_answer_bytes_total", known.get("bytes", 0), source)
+
+    return collect
 
 
 def unexpected_errors(errors: UnexpectedErrors) -> Source:

@@ -36,7 +36,7 @@ _SPACES_IN_MEMORY: Final = 4
 """Of a full tenant's size; of more the least recently used are dropped."""
 
 AnswerCount = Literal["hit", "miss", "damaged", "bytes"]
-"""Lookups by result, and bytes written."""
+"""Lookups by result, and bytes written: segments of keys, and answers over HTTP."""
 
 LOOKUP_RESULTS: Final[tuple[AnswerCount, ...]] = ("hit", "miss", "damaged")
 

@@ -1,6 +1,7 @@
 """Segments of the answer store: sorted request keys, each with the stored file that has its answer.
 
     answers/TENANT/POLICIES/keys/TIME-COUNT-NAME.parquet   a segment
+    answers/TENANT/POLICIES/http/TIME-SIZE-NAME.parquet    answers over HTTP, as results
 
 The answers of a job stay where they are, in its parts; a segment of 16 bytes for each key is all that is added. It is
 derived from committed files, created if absent, and never changed. TENANT and POLICIES (the fingerprint of the content
@@ -30,6 +31,7 @@ from schemas.stored import Sha256, StoredModel
 
 ANSWERS: Final = "answers/"
 KEYS: Final = "keys/"
+HTTP: Final = "http/"
 SUFFIX: Final = ".parquet"
 KEY_TYPE: Final = f"S{KEY_BYTES}"
 NO_POLICIES: Final = "none"
@@ -71,7 +73,8 @@ class AnswerFiles(StoredModel):
 
 @dataclass(frozen=True, slots=True)
 class StoredName:
-    """An object of the store by its name, which says what retention needs. `number`: of a segment's keys."""
+    """An object of the store by its name, which says what retention needs. `number`: of a segment's keys, or
+    of the bytes of a file of answers."""
 
     key: str
     at: datetime

@@ -392,21 +392,21 @@ METRICS: Final = (
     # -- the answer store
     Metric(
         "tokenmill_stored_answer_lookups_total", "counter",
-        "Lookups in the answer store for rows of jobs (job): hit, miss, damaged (a stored file that can't be read; its "
-        "answers are computed).",
-        ("source", "result"), _DISPATCHER,
+        "Lookups in the answer store for rows of jobs (job) and requests (http): hit, miss, damaged (a stored file "
+        "that can't be read; its answers are computed).",
+        ("source", "result"), _INSTALLATION,
     ),
     Metric(
         "tokenmill_stored_answer_bytes_total", "counter",
-        "Bytes written to the answer store: keys of jobs' answers (job).",
-        ("source",), _DISPATCHER,
+        "Bytes written to the answer store: keys of jobs' answers (job), answers of requests and their keys (http).",
+        ("source",), _INSTALLATION,
     ),
     # -- HTTP
     Metric("tokenmill_http_requests_total", "counter", "HTTP requests.", ("method", "route", "code"), _GATEWAY),
     Metric("tokenmill_http_requests_in_progress", "gauge", "HTTP requests and WebSockets in progress.", (), _GATEWAY),
     Metric(
         "tokenmill_answers_total", "counter",
-        "Inference requests that have ended: answered, cached (from the response cache), failed, cancelled (the client "
+        "Inference requests that have ended: answered, cached (from the answer store), failed, cancelled (the client "
         "disconnected).",
         ("tier", "result"), _GATEWAY,
     ),

@@ -54,7 +54,7 @@ class PartWriter:
         self._statuses: Counter[str] = Counter()
         self._schema = schema
         try:
-            self._writer = pq.ParquetWriter(path, schema, compression=COMPRESSION)
+            self._writer = pq.ParquetWriter(path, schema, compression=COMPRESSION, write_page_checksum=True)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise _write_failed(path, error) from error

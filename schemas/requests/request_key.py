@@ -1,7 +1,7 @@
 """The key of a request: equal for requests that must give equal answers, however they are written.
 
 It is the one key of answers: the planner finds copies by it, a run takes answers of a former one by it, and the
-gateway's response cache stores responses under it.
+answer store has answers under it.
 """
 
 from __future__ import annotations

@@ -96,26 +96,6 @@ class WebhooksOptions(BaseModel):
         return self
 
 
-class CacheOptions(BaseModel):
-    """Settings of the response cache, which requests opt into (`tokenmill: {"cache": true}`).
-
-    Attributes:
-        always: cache without opt-in, where the answer is deterministic.
-        ttl: an amount of time, such as "1h".
-        max_tenant_entries: most entries of a tenant.  max_entry_bytes: largest entry.
-        max_memory_bytes: of all entries, without Redis.  max_tenant_bytes: of each tenant's, on Redis.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    always: bool = False
-    ttl: Amount = timedelta(hours=1)
-    max_tenant_entries: Positive = 10_000
-    max_entry_bytes: Annotated[int, Field(ge=1, le=1 << 19, strict=False)] = 1 << 18
-    max_memory_bytes: Positive = 256 << 20
-    max_tenant_bytes: Positive = 64 << 20
-
-
 class GatewayOptions(BaseModel):
     """Settings of HTTP.
 
@@ -175,7 +155,6 @@ class GatewayOptions(BaseModel):
     default_limits: Literal["auto", "off"] = "auto"
     default_rows_per_worker: Positive | None = None
     webhooks: WebhooksOptions = WebhooksOptions()
-    cache: CacheOptions = CacheOptions()
 
     @model_validator(mode="after")
     def _both(self) -> GatewayOptions:

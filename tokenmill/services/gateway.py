@@ -19,14 +19,12 @@ if TYPE_CHECKING:
     from limits.storage import RedisStorage
 
     from pipeline.gateway.inference.request_builder import InferenceSettings
-    from pipeline.gateway.inference.response_cache import ResponseCache, ResponseStore
     from pipeline.gateway.limits.admission import RateSettings
     from pipeline.gateway.limits.concurrency_slots import ConcurrencySlots
     from pipeline.gateway.webhooks.service import Notifier
     from pipeline.observability.samples import Source
     from pipeline.overload.controller import OverloadController
     from pipeline.ports import Lease
-    from schemas.settings.gateway import CacheOptions
     from schemas.settings.settings import Settings
     from tokenmill.processes.runtime import Part
     from tokenmill.services.backends import Backends
@@ -37,6 +35,8 @@ _STORED_FILES = 100_000
 _REMOTE_POLL_SECONDS = 2.0
 _LANE_POLL_SECONDS = 0.01
 _REMOTE_LANE_POLL_SECONDS = 0.03
+_ANSWERS_SECONDS = 2.0
+"""Interval of listing the answers that other processes have stored for a tenant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,13 @@ class SharedBackends:
 
     Attributes:
         lease: of the gateway that writes the files of ended batches.  webhooks: of the one that sends webhooks.
-        windows, running: counters of rate limits.  answers: the response cache.
+        windows, running: counters of rate limits.
     """
 
     lease: Lease | None = None
     windows: RedisStorage | None = None
     running: ConcurrencySlots | None = None
     webhooks: Lease | None = None
-    answers: ResponseStore | None = None
 
 
 class GatewayService:
@@ -87,6 +86,7 @@ class GatewayService:
                 f"{error.name} is not installed, and HTTP needs it; run: pip install 'tokenmill[gateway]'"
             ) from error
         from pipeline import metric_collectors
+        from pipeline.answers.index import AnswerIndex
         from pipeline.gateway.batches.finalizer import Finalizer
         from pipeline.gateway.batches.service import Batches
         from pipeline.gateway.files.service import Files
@@ -96,6 +96,7 @@ class GatewayService:
         from pipeline.gateway.http.metrics import HttpMetrics
         from pipeline.gateway.inference.models import ServedModels
         from pipeline.gateway.inference.request_builder import InferenceRequestBuilder
+        from pipeline.gateway.inference.response_cache import ResponseCache
         from pipeline.gateway.inference.responses import StreamSettings
         from pipeline.gateway.limits.admission import RateLimiter
         from pipeline.gateway.routes.dependencies import GatewayDependencies
@@ -129,7 +130,11 @@ class GatewayService:
         self.route_counts = resolver.router.counts
         self._overload = _overload(root, settings, backends)
         self._releases = OpenReleases(root.world, backends.lane)
+        clock = root.world.clock
+        index = AnswerIndex(root.world.store, clock, settings.answers, refresh_seconds=_ANSWERS_SECONDS)
+        self._responses = ResponseCache(index, clock)
         self.sources: list[Source] = [
+            metric_collectors.stored_answers(index.counts, "http"),
             metric_collectors.virtual_models(self.route_counts),
             metric_collectors.workers(backends.heartbeats, each=settings.metrics.workers),
             dispatching or metric_collectors.installation(status),
@@ -153,12 +158,11 @@ class GatewayService:
             http_metrics=http_metrics,
             metrics=Metrics([metric_collectors.build, *self.sources]),
         )
-        cache = _cache(root, settings.gateway.cache, shared.answers)
         self._request_builder = InferenceRequestBuilder(
             root.world,
             _inference_settings(settings),
             self._parts.rates,
-            cache,
+            self._responses,
             resolver,
             self._overload,
             self._releases,
@@ -178,6 +182,7 @@ class GatewayService:
         """The parts, which work until a stop signal, by name."""
         found: dict[str, Part] = {
             "http": self._serve, "finalizer": self._finalizer.run, "releases": self._releases.run,
+            "answers": self._responses.run,
         }  # fmt: skip
         if self._router is not None:
             found["prefix router"] = self._router.run
@@ -212,6 +217,7 @@ class GatewayService:
         finally:
             ended.set()
             calls.join()
+            self._responses.flush()
             self._executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -221,7 +227,6 @@ def shared_on_redis(root: Root, settings: Settings) -> Iterator[SharedBackends]:
     from pipeline.adapters.redis.connection import RedisClient, RedisSettings
     from pipeline.adapters.redis.lease import RedisLease
     from pipeline.adapters.redis.rate_limit_counters import RedisRunning, redis_windows
-    from pipeline.adapters.redis.response_cache import RedisAnswers
     from tokenmill.services.backends import LEASE_SECONDS
 
     with ExitStack() as closing:
@@ -242,7 +247,6 @@ def shared_on_redis(root: Root, settings: Settings) -> Iterator[SharedBackends]:
             redis_windows(client),
             RedisRunning(client),
             webhooks,
-            RedisAnswers(client, settings.gateway.cache.max_tenant_bytes),
         )
 
 
@@ -311,13 +315,6 @@ def _notifier(root: Root, settings: Settings, interval_seconds: float, lease: Le
         NotifierSettings(poll_interval_seconds=interval_seconds, retry_timeout_seconds=retry_timeout_seconds),
         lease,
     )
-
-
-def _cache(root: Root, options: CacheOptions, answers: ResponseStore | None) -> ResponseCache:
-    from pipeline.gateway.inference.response_cache import MemoryResponseStore, ResponseCache
-
-    clock = root.world.clock
-    return ResponseCache(clock, answers or MemoryResponseStore(clock, options.max_memory_bytes), options)
 
 
 def _inference_settings(settings: Settings) -> InferenceSettings:

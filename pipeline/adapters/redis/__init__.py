@@ -1,1 +1,1 @@
-"""Heartbeats, leases, rate limits and the response cache on Redis."""
+"""Heartbeats, leases and rate limits on Redis."""

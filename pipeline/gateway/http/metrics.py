@@ -99,7 +99,7 @@ class HttpMetrics:
                 self._answers[entry[0].value, result] += 1
 
     def count_cache_hit(self, tier: Tier) -> None:
-        """Count a request that is answered from the response cache."""
+        """Count a request that is answered from the answer store."""
         with self._lock:
             self._answers[tier.value, "cached"] += 1
 

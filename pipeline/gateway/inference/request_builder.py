@@ -63,7 +63,7 @@ class Extension(BaseModel):
         tier: the request's priority tier; None: that of `service_tier`, else interactive.
         timeout: seconds after which the request is cancelled.
         resume: seconds for which an interrupted stream can be resumed; 0: it is cancelled when the client disconnects.
-        cache: use the response cache; None: the default of the settings.
+        cache: use the answer store; None: the default of the settings.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -112,7 +112,7 @@ class InferenceRequest:
         stream: the response is a stream.  include_usage: at the end of the stream.
         resume: seconds for which an interrupted stream can be resumed.
         ticket: the rate-limit tokens and slots that the request holds.
-        cache_key: of its response; None: the response cache isn't used.
+        cache_key: of its response; None: the answer store isn't used.
         policies: the fingerprint of the content policies that the catalog names for the model.
         service_tier: the response's, if the body sets one.
         degraded: steps of degradation that changed the request.
@@ -128,7 +128,7 @@ class InferenceRequest:
     include_usage: bool = False
     resume: float = 0.0
     ticket: AdmittedRequest | None = None
-    cache_key: str | None = None
+    cache_key: bytes | None = None
     policies: str | None = None
     service_tier: str | None = None
     degraded: tuple[StepName, ...] = ()
@@ -168,7 +168,7 @@ class InferenceRequestBuilder:
 
     Args:
         rates: the rate limiter; None: no limits.
-        cache: the response cache; None: responses aren't cached.
+        cache: finds and stores responses; None: none are stored.
         resolver: finds the models of requests; None: one that knows nothing about the workers' load.
         overload: has the steps of degradation; None: there are none.
         releases: whose candidates answer some callers; None: there are none.
@@ -232,7 +232,7 @@ class InferenceRequestBuilder:
             raise bad_request(message, "prompt_logprobs", "unsupported_parameter")
         seconds = self._settings.max_timeout_seconds if extension.timeout is None else extension.timeout
         request = self._lane_request(caller, entry, lane_url(url), dumped, seconds, tier)
-        key = self._cache_key(extension, checked, request, entry.policies, default_max_tokens)
+        key = self._cache_key(extension, checked, request, default_max_tokens)
         resume = extension.resume if stream else 0.0
         ticket = None
         if self._rates is not None:
@@ -299,14 +299,13 @@ class InferenceRequestBuilder:
         )
 
     def _cache_key(
-        self, extension: Extension, body: Body, request: LaneRequest, policies: str | None, default_max_tokens: int
-    ) -> str | None:
-        """The key of the response in the cache; None: it isn't cached. Raises `ApiError` for a request that demands
-        caching but can't be cached."""
+        self, extension: Extension, body: Body, request: LaneRequest, default_max_tokens: int
+    ) -> bytes | None:
+        """The key of the response in the answer store; None: the store isn't used. Raises `ApiError` for a request that
+        demands caching but can't be cached."""
         if extension.cache and self.cache is None:
             raise bad_request("responses aren't cached here; remove cache", f"{EXTENSION}.cache")
-        wanted = self.cache is not None and self.cache.options.always if extension.cache is None else extension.cache
-        if not wanted:
+        if self.cache is None or not self.cache.options.includes(extension.cache):
             return None
         if isinstance(body, GenerationBody) and not body.is_deterministic:
             if extension.cache:
@@ -316,19 +315,21 @@ class InferenceRequestBuilder:
         # They may have been lowered.
         limits: dict[str, Any] = {name: request.body[name] for name in LIMITS if name in request.body}
         sent = body.model_copy(update=limits) if limits else body
-        return request_key(request.url, sent, AnswerContext(request.model, default_max_tokens, policies)).hex()
+        return request_key(request.url, sent, AnswerContext(request.model, default_max_tokens))
 
     def find_cached(self, inference: InferenceRequest) -> dict[str, Any] | None:
-        """The cached response of the same request; None: there is none. May block on Redis."""
+        """The stored response of the same request; None: there is none. May block on the store."""
         if self.cache is None or inference.cache_key is None:
             return None
-        return self.cache.find(inference.request.tenant, inference.cache_key)
+        found = self.cache.find(inference.request.tenant, inference.policies, inference.cache_key)
+        return None if found is None or "model" not in found else found | {"model": inference.served_by}
 
     def add_to_cache(self, inference: InferenceRequest, event: EndEvent) -> None:
-        """Cache the response; may block on Redis. It isn't cached when the worker's content policies differ from those
-        in the catalog: the catalog's might refuse it."""
+        """Store the response soon. It isn't stored when the worker's content policies differ from those in the catalog:
+        the catalog's might refuse it."""
         if self.cache is not None and inference.cache_key is not None and event.policies == inference.policies:
-            self.cache.add(inference.request.tenant, inference.cache_key, event.response)
+            request = inference.request
+            self.cache.add(request.tenant, event.policies, inference.cache_key, event.response, request.id)
 
     def release(self, inference: InferenceRequest, used: int | None) -> None:
         """Release the rate-limit tokens and slots of a finished request; may block on Redis. `used`: tokens; None:

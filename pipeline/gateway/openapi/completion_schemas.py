@@ -67,7 +67,7 @@ class CompletionTokens(ResponseModel):
 
 
 class CompletionUsage(ResponseModel):
-    """Token usage of a request. `tokenmill_cached`: the response comes from the response cache."""
+    """Token usage of a request. `tokenmill_cached`: the response comes from the answer store."""
 
     prompt_tokens: Count
     completion_tokens: Count
@@ -251,7 +251,7 @@ class Embedding(ResponseModel):
 
 
 class EmbeddingUsage(ResponseModel):
-    """Token usage of all inputs. `tokenmill_cached`: the answer comes from the response cache."""
+    """Token usage of all inputs. `tokenmill_cached`: the answer comes from the answer store."""
 
     prompt_tokens: Count
     total_tokens: Count

@@ -72,7 +72,7 @@ class InputTokensDetails(CachedTokens):
 
 
 class ResponseUsage(ResponseModel):
-    """Token usage of a response. `tokenmill_cached`: the response comes from the response cache."""
+    """Token usage of a response. `tokenmill_cached`: the response comes from the answer store."""
 
     input_tokens: Count
     input_tokens_details: InputTokensDetails

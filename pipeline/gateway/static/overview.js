@@ -58,7 +58,7 @@ export function createWorkersView(signal) {
     const { open, waiting } = status.lane ?? {};
     const { answered = 0, cached = 0 } = status.answers ?? {};
     setText(laneSummary, status.lane
-      ? `Open requests at this gateway: ${formatNumber(open)}, of which ${formatNumber(waiting)} wait for the first token. Responses since its start: ${formatNumber(answered + cached)}, of which ${formatNumber(cached)} came from the response cache.`
+      ? `Open requests at this gateway: ${formatNumber(open)}, of which ${formatNumber(waiting)} wait for the first token. Responses since its start: ${formatNumber(answered + cached)}, of which ${formatNumber(cached)} came from the answer store.`
       : "Worker metrics need a key with the scope metrics, since they add up the work of all tenants.");
     const limit = headers.get("x-ratelimit-limit-requests");
     rateLimit.hidden = limit === null;

@@ -26,6 +26,7 @@ from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.s3.settings import S3Settings
 from pipeline.adapters.s3.store import S3Store
 from pipeline.adapters.system_clock import SystemClock, SystemRandomness
+from pipeline.answers.index import AnswerIndex
 from pipeline.dispatcher.controller import JobController, JobControllerSettings
 from pipeline.dispatcher.dispatch_counts import DispatchMetrics
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
@@ -43,7 +44,7 @@ from pipeline.gateway.inference.lane_bridge import LaneBridge, draining
 from pipeline.gateway.inference.mirroring import Mirror
 from pipeline.gateway.inference.models import ServedModels
 from pipeline.gateway.inference.request_builder import InferenceRequestBuilder, InferenceSettings
-from pipeline.gateway.inference.response_cache import MemoryResponseStore, ResponseCache
+from pipeline.gateway.inference.response_cache import ResponseCache
 from pipeline.gateway.inference.responses import InferenceResponses, StreamSettings
 from pipeline.gateway.limits.admission import RateLimiter, RateSettings
 from pipeline.gateway.openapi.request_schemas import build_schemas
@@ -64,7 +65,8 @@ from pipeline.ports import World
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.job import Tier
 from schemas.models import CatalogEntry
-from schemas.settings.gateway import CacheOptions, GatewayOptions
+from schemas.settings.answers import AnswerOptions
+from schemas.settings.gateway import GatewayOptions
 from schemas.settings.lane import SloOptions
 from schemas.settings.overload import OverloadOptions
 from tests.pipeline.gateway.lane_worker import LaneWorker
@@ -114,6 +116,7 @@ class HttpHarness:
     stop: threading.Event
     app: RequestMiddleware
     witness: Witness
+    cache: ResponseCache
     overload: OverloadController | None = None
 
     def client(self, key: str = "none", **more: Any) -> OpenAI:
@@ -145,7 +148,7 @@ def run_http_harness(
     limiter: RateLimiter | None = None,
     grace: float = 0.2,
     lane: OpenLane | None = None,
-    cache: CacheOptions | None = None,
+    cache: AnswerOptions | None = None,
     disk: Disk = LOCAL_DISK,
     overload: OverloadOptions | None = None,
 ) -> Iterator[HttpHarness]:
@@ -157,7 +160,7 @@ def run_http_harness(
         s3: the root, instead of a folder.
         rates: the rate limits.  limiter: a rate limiter instead of one in memory.
         lane: instead of one in memory.
-        cache: the bounds of the response cache.
+        cache: the settings of the answer store.
         disk: of the root's folder.
         grace: seconds that a worker has to finish the shards of a cancelled batch.
         overload: the overload control, which the test refreshes; None: none.
@@ -202,12 +205,13 @@ def run_http_harness(
             LaneWorker(lane),
             LaneBridge(lane, clock, CallSettings(poll_interval_seconds=0.01), http_metrics, overload=control),
         )
+        responses = ResponseCache(AnswerIndex(store, clock, cache or AnswerOptions()), clock)
         answers = InferenceResponses(
             InferenceRequestBuilder(
                 world,
                 inference,
                 parts.rates,
-                ResponseCache(clock, MemoryResponseStore(clock), cache),
+                responses,
                 overload=control,
                 releases=releases,
             ),
@@ -240,7 +244,7 @@ def run_http_harness(
         try:
             yield HttpHarness(
                 world, clock, parts, finalizer, keys, server.url, permitted, lane, worker, releases, bridge, beats,
-                stop, app, witness, control,
+                stop, app, witness, responses, control,
             )  # fmt: skip
         finally:
             stop.set()

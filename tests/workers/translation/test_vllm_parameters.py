@@ -189,7 +189,7 @@ def test_streams_have_the_text_and_the_token_ids_of_the_whole_response(
         request = LaneRequest("r1", "tiny", body, url)
         events = stream_events(model, body, every, url=url)
         response = events[-1].response
-        for given in (events, list(replay(request, response))):  # computed now, and from the response cache
+        for given in (events, list(replay(request, response))):  # computed now, and from the answer store
             chunks = Chunks(InferenceRequest(request, url, parse_body(url, body), "tiny", "tiny", stream=True), 0)
             sent = [server_event.data for event in given for server_event in chunks.convert(event)]
             made = [json.loads(data) for data in sent if data != DONE]

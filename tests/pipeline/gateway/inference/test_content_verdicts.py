@@ -13,7 +13,7 @@ from pipeline.gateway.openapi.anthropic_schemas import AnthropicEvent, Anthropic
 from pipeline.gateway.openapi.completion_schemas import ChatCompletion, ChatCompletionChunk, Embeddings, TextCompletion
 from pipeline.gateway.openapi.responses_schemas import ResponseObject
 from schemas.requests.policy_report import ContentVerdict, PolicyReport
-from schemas.settings.gateway import CacheOptions
+from schemas.settings.answers import AnswerOptions
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.waiting import wait_for
 
@@ -39,7 +39,7 @@ COMPLETE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpHarness]:
-    with run_http_harness(tmp_path_factory.mktemp("verdicts"), cache=CacheOptions()) as harness:
+    with run_http_harness(tmp_path_factory.mktemp("verdicts"), cache=AnswerOptions()) as harness:
         yield harness
 
 

@@ -25,7 +25,7 @@ from pipeline.models.rollout_controller import RolloutController
 from schemas.models import CatalogEntry
 from schemas.releases import Release, RequestSample, Traffic
 from schemas.requests.limits import RateLimits
-from schemas.settings.gateway import CacheOptions
+from schemas.settings.answers import AnswerOptions
 from schemas.settings.releases import ReleaseRules
 from schemas.workers.lane import HandBackEvent, LaneRequest, TokensEvent
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
@@ -50,7 +50,7 @@ def samples_are_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[HttpHarness]:
-    with run_http_harness(tmp_path, cache=CacheOptions()) as harness:
+    with run_http_harness(tmp_path, cache=AnswerOptions()) as harness:
         yield harness
 
 

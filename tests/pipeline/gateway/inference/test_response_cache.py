@@ -1,52 +1,65 @@
-"""The response cache: keys, lifetimes, bounds, and the format of cached responses."""
+"""Responses from the answer store: keys, lifetimes, bounds, damage, and the format of stored responses."""
 
 from __future__ import annotations
 
+import io
+import json
+import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
+import pyarrow.parquet as pq
 import pytest
 from structlog.testing import capture_logs
 
-from pipeline.adapters.redis.connection import RedisClient, RedisSettings
-from pipeline.adapters.redis.response_cache import RedisAnswers
-from pipeline.adapters.system_clock import SystemClock
+from pipeline.answers.index import AnswerIndex
 from pipeline.gateway.http.api_keys import Scope
-from pipeline.gateway.inference.response_cache import (
-    MemoryResponseStore,
-    ResponseCache,
-    ResponseStore,
-)
+from pipeline.gateway.inference.response_cache import ResponseCache
 from pipeline.gateway.limits.admission import RateSettings
+from pipeline.inputs.open import open_pinned
+from pipeline.inputs.pinning import pin_input
+from pipeline.jobs.planning import plan_open_job
+from pipeline.jobs.submit import submit
+from pipeline.ledger.ledger import JobLedger
 from pipeline.models.catalog import Catalog
+from pipeline.models.stored_answers import open_answers
+from pipeline.ports import StoreUnavailable
 from schemas.models import CatalogEntry
 from schemas.requests.limits import RateLimits
-from schemas.settings.gateway import CacheOptions
+from schemas.settings.answers import AnswerOptions
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.pipeline.gateway.lane_worker import words
-from tests.pipeline.made_jobs import PIN
-from tests.servers.redis import RedisServer
+from tests.pipeline.made_jobs import PIN, all_rows, order
+from tests.pipeline.simulation import MemoryStore, SimulatedClock
 from tests.waiting import HANG_SECONDS
 
 HELLO: Any = {
     "model": "tiny", "messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 4,
 }  # fmt: skip
 CACHED: Any = {"extra_body": {"tokenmill": {"cache": True}}}
+KEY = bytes(range(16))
+RESPONSE: Any = {
+    "id": "chatcmpl-1", "model": "tiny", "choices": [{"finish_reason": "stop", "message": {"content": "hi"}}],
+    "usage": {"total_tokens": 1},
+}  # fmt: skip
+MARKED = {**RESPONSE, "usage": {"total_tokens": 1, "tokenmill_cached": True}}
 
 
-@pytest.fixture(params=["memory", "redis"])
-def store(request: pytest.FixtureRequest, unique_name: Callable[[], str]) -> Iterator[ResponseStore]:
-    if request.param == "memory":
-        yield MemoryResponseStore(SystemClock(), max_bytes=1_000)
-        return
-    server: RedisServer = request.getfixturevalue("redis_server")
-    client = RedisClient(RedisSettings(server.url, prefix=unique_name()))
-    yield RedisAnswers(client)
-    client.close()
+def open_cache(
+    store: MemoryStore, clock: SimulatedClock | None = None, options: AnswerOptions | None = None
+) -> ResponseCache:
+    """The cache of one of several gateways on this store."""
+    clock = clock or SimulatedClock()
+    return ResponseCache(AnswerIndex(store, clock, options or AnswerOptions()), clock)
+
+
+def new_key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
 
 
 @pytest.fixture
@@ -136,15 +149,14 @@ def test_nondeterministic_and_failed_responses_are_not_cached(harness: HttpHarne
             client.chat.completions.create(**broken, **CACHED)
         time.sleep(0.1)
     assert len(harness.worker.requests) == 2
-    cache = ResponseCache(SystemClock(), MemoryResponseStore(SystemClock()))
-    usage = {"total_tokens": 1}
+    cache = open_cache(MemoryStore())
     for reason in ("content_filter", "tool_calls", None):
-        cache.add("a", "x", {"usage": usage, "choices": [{"finish_reason": reason}]})
-        assert cache.find("a", "x") is None
-    cache.add("a", "x", {"usage": usage, "choices": [{"finish_reason": "stop"}] * 2, "more": "x" * (1 << 18)})
-    assert cache.find("a", "x") is None, "too large"
-    cache.add("a", "x", {"usage": usage, "choices": [{"finish_reason": "stop"}] * 2})
-    assert cache.find("a", "x")
+        cache.add("a", None, KEY, {**RESPONSE, "choices": [{"finish_reason": reason}]}, "r")
+        assert cache.find("a", None, KEY) is None
+    cache.add("a", None, KEY, {**RESPONSE, "more": "x" * (1 << 18)}, "r")
+    assert cache.find("a", None, KEY) is None, "too large"
+    cache.add("a", None, KEY, RESPONSE, "r")
+    assert cache.find("a", None, KEY)
 
 
 @pytest.mark.slow
@@ -184,7 +196,7 @@ def test_a_cached_response_is_used_only_with_the_same_content_policies(
 
 @pytest.mark.slow
 def test_caching_can_be_the_default(tmp_path: Path) -> None:
-    with run_http_harness(tmp_path, cache=CacheOptions(always=True)) as harness:
+    with run_http_harness(tmp_path, cache=AnswerOptions(always=True)) as harness:
         cached_response(harness)
         before = len(harness.worker.requests)
         harness.client().chat.completions.create(**HELLO)
@@ -216,75 +228,126 @@ def test_a_cached_response_takes_no_tokens_and_no_slot(tmp_path: Path) -> None:
         assert len(harness.worker.requests) == 1
 
 
-def test_stores_expire_entries_and_evict_the_oldest(store: ResponseStore) -> None:
-    store.put("a", "1", b"one", 60.0, 3)
-    assert (store.get("a", "1"), store.get("b", "1"), store.get("a", "2")) == (b"one", None, None)
-    store.put("a", "1", b"two", 60.0, 3)
-    assert store.get("a", "1") == b"two"
-    store.put("a", "short", b"x", 0.1, 3)
-    store.put("b", "1", b"theirs", 60.0, 3)
-    time.sleep(0.15)
-    assert store.get("a", "short") is None
-    for number in range(2, 6):
-        store.put("a", str(number), b"x", 60.0, 3)
-        time.sleep(0.005)
-    assert [store.get("a", str(number)) for number in range(1, 6)] == [None, None, b"x", b"x", b"x"]
-    assert store.get("b", "1") == b"theirs", "one tenant's put out none of another's"
+def test_given_a_stored_response_then_other_gateways_find_it_and_other_tenants_dont() -> None:
+    store = MemoryStore()
+    first, second = open_cache(store), open_cache(store)
+    first.add("a", "p1", KEY, RESPONSE, "http-1")
+    assert first.find("a", "p1", KEY) == MARKED
+    assert second.find("a", "p1", KEY) is None
+    first.flush()
+    assert second.find("a", "p1", KEY) == MARKED
+    for tenant, policies, key in (("b", "p1", KEY), ("a", "p2", KEY), ("a", None, KEY), ("a", "p1", new_key(1))):
+        assert second.find(tenant, policies, key) is None
+    objects = dict(store.objects)
+    first.flush()
+    assert store.objects == objects, "nothing is new"
 
 
-def test_memory_is_bounded() -> None:
-    store = MemoryResponseStore(SystemClock(), max_bytes=1_000)
-    for number in range(100):
-        store.put(f"tenant-{number}", "1", b"x" * 100, 60.0, 10)
-    assert [number for number in range(100) if store.get(f"tenant-{number}", "1")] == list(range(90, 100))
+def test_given_retention_when_it_has_passed_then_no_gateway_finds_the_response() -> None:
+    store, clock = MemoryStore(), SimulatedClock()
+    first, second = open_cache(store, clock), open_cache(store, clock)
+    first.add("a", None, KEY, RESPONSE, "http-1")
+    first.flush()
+    clock.sleep(7 * 86_400 - 10)
+    assert first.find("a", None, KEY)
+    assert second.find("a", None, KEY)
+    clock.sleep(20)
+    assert first.find("a", None, KEY) is None
+    assert second.find("a", None, KEY) is None
 
 
-def test_a_tenant_that_fills_the_cache_evicts_its_own_responses() -> None:
-    store = MemoryResponseStore(SystemClock(), max_bytes=10_000)
-    for number in range(20):
-        store.put("small", str(number), b"x" * 100, 60.0, 1_000)
-    for number in range(1_000):
-        store.put("large", str(number), b"x" * 250, 60.0, 1_000)
-    assert all(store.get("small", str(number)) for number in range(20))
-    assert [number for number in range(1_000) if store.get("large", str(number))] == list(range(968, 1_000))
-
-
-def test_cached_responses_of_a_tenant_on_redis_are_bounded_in_bytes(
-    redis_server: RedisServer, unique_name: Callable[[], str]
-) -> None:
-    client = RedisClient(RedisSettings(redis_server.url, prefix=unique_name()))
-    store = RedisAnswers(client, max_tenant_bytes=1_000)
-
-    def cached_numbers() -> list[int]:
-        return [number for number in range(12) if store.get("a", str(number))]
-
-    store.put("b", "1", b"x" * 900, 60.0, 100)
-    for number in range(12):
-        store.put("a", str(number), b"x" * 200, 60.0, 100)
-        time.sleep(0.005)
-    assert cached_numbers() == list(range(7, 12))
-    for _ in range(20):  # what is put again counts once
-        store.put("a", "11", b"x" * 200, 60.0, 100)
-    assert cached_numbers() == list(range(7, 12))
-    for number in range(5):
-        store.put("a", str(number), b"x" * 200, 0.05, 100)
-    time.sleep(0.1)
-    store.put("a", "6", b"x" * 1_000, 60.0, 100)
-    assert cached_numbers() == [6], "what has run out counts no more"
-    assert store.get("b", "1")
-    client.close()
-
-
-def test_responses_are_computed_without_redis(redis_server: RedisServer, unique_name: Callable[[], str]) -> None:
-    client = RedisClient(RedisSettings(redis_server.url, prefix=unique_name()))
-    cache = ResponseCache(SystemClock(), RedisAnswers(client))
-    answer: dict[str, Any] = {"usage": {"total_tokens": 1}, "choices": []}
-    cache.add("a", "x", answer)
-    assert cache.find("a", "x") == {"usage": {"total_tokens": 1, "tokenmill_cached": True}, "choices": []}
-    redis_server.kill()
+@pytest.mark.parametrize("where", ["keys/", "http/"])
+@pytest.mark.parametrize("damage", [b"", b"PAR1 torn", None])
+def test_given_a_damaged_object_then_the_response_is_computed(where: str, damage: bytes | None) -> None:
+    store = MemoryStore()
+    cache = open_cache(store)
+    cache.add("a", None, new_key(1), RESPONSE, "http-1")
+    cache.flush()
+    (name,) = [name for name in store.objects if where in name]
+    if damage is None:
+        del store.objects[name]
+    else:
+        store.objects[name] = damage
     with capture_logs() as logs:
-        for _ in range(3):
-            assert cache.find("a", "x") is None
-            cache.add("a", "x", answer)
-    assert [log["event"] for log in logs] == ["cache_not_used"]
-    client.close()
+        assert open_cache(store).find("a", None, new_key(1)) is None
+    assert bool(logs) == (damage is not None)
+    cache.add("a", None, KEY, RESPONSE, "http-2")
+    cache.flush()
+    assert open_cache(store).find("a", None, KEY) == MARKED, "others are found"
+
+
+def test_given_a_flipped_bit_in_a_response_then_it_is_not_given() -> None:
+    store = MemoryStore()
+    cache = open_cache(store)
+    text = random.Random(0).randbytes(400).hex()
+    cache.add("a", None, KEY, {**RESPONSE, "text": text}, "http-1")
+    cache.flush()
+    (name,) = [name for name in store.objects if "http/" in name]
+    whole = store.objects[name]
+    group = pq.read_metadata(io.BytesIO(whole)).row_group(0)
+    columns = [group.column(at) for at in range(group.num_columns)]
+    (column,) = [column for column in columns if column.path_in_schema == "response"]
+    found = []
+    for at in range(1, 10):
+        changed = bytearray(whole)
+        changed[column.dictionary_page_offset + at * column.total_compressed_size // 10] ^= 1
+        store.objects[name] = bytes(changed)
+        found.append(open_cache(store).find("a", None, KEY))
+    assert all(one in (None, {**MARKED, "text": text}) for one in found), "or another response is given"
+    assert None in found
+
+
+def test_given_a_tenant_that_fills_the_store_then_its_oldest_responses_go() -> None:
+    store, clock = MemoryStore(), SimulatedClock()
+    cache = open_cache(store, clock, AnswerOptions(max_tenant_bytes=100_000, max_memory_bytes=1_000))
+    cache.add("small", None, KEY, RESPONSE, "http-1")
+    for number in range(40):
+        text = "".join(f"{number * at * 7_919:x}" for at in range(2_000))
+        cache.add("large", None, new_key(number), {**RESPONSE, "text": text}, "http-1")
+        cache.flush()
+        clock.sleep(1.0)
+    held = sum(len(data) for name, data in store.objects.items() if "t-large" in name and "http/" in name)
+    assert held < 130_000
+    found = [number for number in range(40) if cache.find("large", None, new_key(number))]
+    assert found == list(range(found[0], 40))
+    assert cache.find("small", None, KEY)
+
+
+def test_given_a_store_that_is_away_then_responses_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise StoreUnavailable("away")
+
+    store = MemoryStore()
+    cache = open_cache(store)
+    monkeypatch.setattr(store, "list", refuse)
+    monkeypatch.setattr(store, "create", refuse)
+    with capture_logs() as logs:
+        cache.add("a", None, KEY, RESPONSE, "http-1")
+        cache.flush()
+        assert cache.find("a", None, KEY) == MARKED, "from memory"
+        assert cache.find("a", None, new_key(1)) is None
+    assert [log["event"] for log in logs] == ["answers_not_stored", "stored_answers_unavailable"]
+
+
+@pytest.mark.slow
+def test_given_an_answer_over_http_then_the_same_row_of_a_job_takes_it(harness: HttpHarness) -> None:
+    answer = harness.client().chat.completions.create(**HELLO, **CACHED)
+    world = harness.world
+    cached_response(harness)
+    harness.cache.flush()
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": HELLO}
+    source = world.scratch / "in.jsonl"
+    source.write_text(json.dumps(line))
+    ledgers: dict[str, JobLedger] = {}
+    for tenant, reused in (("default", 1), ("other", 0)):
+        ledger = ledgers[tenant] = JobLedger(MemoryStore(), f"jobs/job-{tenant}/")  # no other planner is there
+        submit(order(input=pin_input(source), tenant=tenant, cache=True), ledger, world, job_id=ledger.name)
+        index = AnswerIndex(world.store, world.clock, AnswerOptions())
+        opened = partial(open_answers, index, world.scratch)
+        plan_open_job(ledger, world, open_pinned, in_time=True, open_answers=opened)
+        (segment,) = ledger.segments()
+        assert segment.reused == reused, tenant
+    (row,) = all_rows(ledgers["default"])
+    assert (row["text"], row["finish_reason"]) == (answer.choices[0].message.content, "length")
+    assert json.loads(row["response"])["choices"] == answer.model_dump(exclude_unset=True)["choices"]
+    assert row["reused_from"].startswith("http-")

@@ -22,7 +22,7 @@ from pipeline.gateway.inference.responses_events import ResponsesEvents
 from schemas.jobs.job import Tier
 from schemas.requests.dialects.openai_responses import RESPONSES_URL
 from schemas.requests.parsing import parse_body
-from schemas.settings.gateway import CacheOptions
+from schemas.settings.answers import AnswerOptions
 from schemas.workers.lane import EndEvent, LaneEvent, LaneRequest, TokensEvent
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.pipeline.gateway.lane_worker import words
@@ -159,7 +159,7 @@ def test_a_keys_cap_has_the_name_of_the_api_and_responses_are_not_kept(harness: 
 
 
 def test_a_cached_response_is_that_of_the_same_chat(tmp_path: Path) -> None:
-    with run_http_harness(tmp_path, cache=CacheOptions(always=True)) as harness:
+    with run_http_harness(tmp_path, cache=AnswerOptions(always=True)) as harness:
         client = harness.client()
         chat = client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "hello"}], max_completion_tokens=4, temperature=0

@@ -1,4 +1,4 @@
-"""A model's sampling defaults over HTTP: what the worker gets, and what the response cache takes for the same."""
+"""A model's sampling defaults over HTTP: what the worker gets, and what the answer store takes for the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from pipeline.models.catalog import Catalog
 from schemas.models import CatalogEntry
 from schemas.requests.sampling_defaults import SamplingDefaults
-from schemas.settings.gateway import CacheOptions
+from schemas.settings.answers import AnswerOptions
 from tests.pipeline.gateway.http_harness import HttpHarness, run_http_harness
 from tests.pipeline.made_jobs import PIN
 
@@ -28,7 +28,7 @@ def publish(harness: HttpHarness, defaults: SamplingDefaults | None) -> None:
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[HttpHarness]:
-    with run_http_harness(tmp_path, cache=CacheOptions(always=True)) as harness:
+    with run_http_harness(tmp_path, cache=AnswerOptions(always=True)) as harness:
         publish(harness, DEFAULTS)
         yield harness
 
