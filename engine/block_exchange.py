@@ -78,7 +78,10 @@ class BlockExchange:
         return self._scheduler.num_cached(self._chain(request), request.prompt_token_ids)
 
     def _chain(self, request: Request) -> HashChain:
-        return HashChain.of_prompt(request.salt, len(request.prompt_token_ids), self._rope_original_max, chain_digest)
+        return HashChain.of_prompt(
+            request.salt, len(request.prompt_token_ids), self._rope_original_max, chain_digest,
+            self._scheduler.places.digest(request.adapter),
+        )  # fmt: skip
 
     def export_blocks(self, request_id: str) -> list[ExportedBlock]:
         """Copy the blocks of a running request that another engine needs to go on with it, the beginning of its prefix

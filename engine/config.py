@@ -144,6 +144,19 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """LoRA adapters over the model.
+
+    Attributes:
+        adapters: (name, folder) of all that requests may name: adapter_config.json and adapter_model.safetensors.
+        max_loras: maximum adapters that are loaded at a time, and rows of a step may have; others wait.
+    """
+
+    adapters: tuple[tuple[str, str], ...] = ()
+    max_loras: int = 8
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All settings of `Engine.load` other than the model's path.
 
@@ -199,6 +212,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     @property
     def num_ranks(self) -> int:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from engine.adapters.loader import load_adapters
+from engine.adapters.places import AdapterPlaces
 from engine.attention import (
     AttentionBackend,
     KVLayout,
@@ -247,12 +249,13 @@ class Engine:
         routed: RoutedModel | None = None,
         second_tier: SecondTier | None = None,
         identity: str | None = None,
+        places: AdapterPlaces | None = None,
     ) -> None:
         """`attention_name`: of the backend in use, with the instruction set of native kernels. `make_proposer`: creates
         the proposer, where the settings enable one other than n-grams. `weight_bytes`: of the weights, by their form,
         where the model reports them. `device`: that computes the steps; None: the CPU. `routed`: the model, where it
         may count the rows of its experts. `second_tier`: of the prefix cache. `identity`: of its blocks, where other
-        engines may use them (`engine.runner.second_tier.block_identity`)."""
+        engines may use them (`engine.runner.second_tier.block_identity`). `places`: of adapters."""
         self.config = config
         self.spec = spec
         self.max_model_len = max_model_len
@@ -268,6 +271,7 @@ class Engine:
             prefix_caching=config.cache.prefix_caching,
             eos_token_ids=spec.eos_token_ids,
             rope_original_max=spec.rope_original_max,
+            places=places,
         )
         self._second_tier = second_tier
         if second_tier is not None:
@@ -327,6 +331,8 @@ class Engine:
         dtype = resolve_dtype(config.dtype, device)
         of_ranks = config.expert_parallel, config.expert_counts is not None, config.micro_batches is not None
         if rank_group is not None or config.tensor_parallel != 1 or config.pipeline_parallel != 1 or any(of_ranks):
+            if config.lora.adapters:
+                raise EngineError("adapters are not supported for a model that several devices share; use one device")
             return cls._load_shared(path, config, dtype, device, rank_group)
         check_second_tier(config, model_digest)
         native = native_library(config, dtype, device)
@@ -334,6 +340,7 @@ class Engine:
         load = partial(load_model, dtype=dtype, device=device, builder=builder, own_models=config.own_models)
         model = load(path, max_positions=config.max_model_len)
         spec = model.spec
+        adapters = load_adapters(config.lora, model)
         limit = spec.context(config.max_model_len)
         kv_dtype = _cache_dtype(config, config_kv_dtype(path), native is not None, device)
         draft = load_draft(config.speculation, spec, limit, load)
@@ -366,7 +373,7 @@ class Engine:
             graphs = make_graphs(config, model, attention, rows.block_tables[0].shape[1], device)
             return ModelRunner(
                 model, attention, rows, max_num_seqs=config.schedule.rows, device=device, graphs=graphs,
-                states=states, second_tier=second_tier,
+                states=states, second_tier=second_tier, adapters=adapters,
             )  # fmt: skip
 
         block_size = config.cache.block_tokens
@@ -398,7 +405,7 @@ class Engine:
             attention_name=name, make_proposer=make_proposer,
             weight_bytes=model.weight_bytes() if isinstance(model, WeighedModel) else None, device=device,
             routed=model if isinstance(model, RoutedModel) else None, second_tier=second_tier,
-            identity=identity,
+            identity=identity, places=None if adapters is None else adapters.make_places(),
         )  # fmt: skip
 
     @classmethod

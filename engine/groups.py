@@ -243,6 +243,7 @@ def _singles(request: Request) -> tuple[Request, ...]:
             priority=request.priority,
             deadline=request.deadline,
             salt=request.salt,
+            adapter=request.adapter,
             more=(),
             partial=tuple(partial[number]),
         )

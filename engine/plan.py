@@ -134,6 +134,9 @@ class StepPlan:
         drafts: int32 [B], how many of the row's last positions hold drafts instead of known tokens; None: none do.
         ahead: bool [B], rows whose last position holds the token that the step before this one samples: the host does
             not have it yet, and the device has it by then; None: there are none.
+        adapters: int32 [B], the place of the row's adapter, ascending among rows with one token and among chunks; -1:
+            it has none; None: no row has one.
+        loaded: the adapter in each place.
     """
 
     rows: NDArray[np.int32]
@@ -150,6 +153,8 @@ class StepPlan:
     copy_blocks: tuple[BlockCopy, ...] = ()
     drafts: NDArray[np.int32] | None = None
     ahead: NDArray[np.bool_] | None = None
+    adapters: NDArray[np.int32] | None = None
+    loaded: tuple[str | None, ...] = ()
 
     @property
     def ends(self) -> NDArray[np.int64]:

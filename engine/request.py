@@ -234,6 +234,7 @@ class Request:
             evicted before, until the seconds from the blocks' last use are over. No request waits for such blocks.
         salt: identifies the owner: separates the prefix-cache entries of different owners; the rows of class 0 are
             shared out by it.
+        adapter: name of the adapter that it is computed with (`EngineConfig.lora`); None: the model alone.
         watcher, mask: factories of the per-choice watcher or mask; called with the choice's index.
         pooling: with max_tokens 0, return the prompt's hidden states, pooled.
         pooling_skip: positions at the beginning that a mean excludes.
@@ -258,6 +259,7 @@ class Request:
     readers_known: bool = False
     retain: tuple[tuple[int, float], ...] = ()
     salt: bytes = b""
+    adapter: str | None = None
     watcher: Callable[[int], TokenWatcher] | None = None
     mask: Callable[[int], TokenMask] | None = None
     pooling: Pooling | None = None

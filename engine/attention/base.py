@@ -232,12 +232,14 @@ class AttentionStep:
     Attributes:
         states: of the layers that have states instead; None: there are none.
         batch: that was prepared; None: all of its tokens are needed.
+        adapters: int32 [T], the place of each token's adapter; -1: it has none; None: no token has one.
     """
 
     backend: AttentionBackend
     prepared: Any
     states: StateStep | None = None
     batch: AttentionBatch | None = None
+    adapters: NDArray[np.int32] | None = None
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, sinks: Tensor | None = None, /

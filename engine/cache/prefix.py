@@ -29,22 +29,25 @@ class HashChain:
     """The digests of one sequence's full blocks, computed at most once each.
 
     Attributes:
-        root_key: start of the chain (salt, and the prompt's length where keys depend on it).
+        root_key: start of the chain (salt, adapter, and the prompt's length where keys depend on it).
     """
 
     __slots__ = ("_digest", "_digests", "root_key")
 
-    def __init__(self, salt: bytes, prompt_length: int | None, digest: Digest) -> None:
-        self.root_key = b"%d:" % (prompt_length or 0) + salt
+    def __init__(self, salt: bytes, prompt_length: int | None, digest: Digest, adapter: bytes = b"") -> None:
+        """`adapter`: 16 bytes that identify the adapter that its keys depend on, or none."""
+        self.root_key = (b"%d/%b" if adapter else b"%d:%b") % (prompt_length or 0, adapter) + salt
         self._digest = digest
         self._digests = [digest(b"", self.root_key)]
 
     @classmethod
-    def of_prompt(cls, salt: bytes, num_tokens: int, rope_original_max: int | None, digest: Digest) -> HashChain:
+    def of_prompt(
+        cls, salt: bytes, num_tokens: int, rope_original_max: int | None, digest: Digest, adapter: bytes = b""
+    ) -> HashChain:
         """Make the chain of a prompt of `num_tokens`. Beyond `rope_original_max` tokens all its keys depend on its
         length (`ModelSpec.rope_original_max`; None: none do)."""
         depends = rope_original_max is not None and num_tokens > rope_original_max
-        return cls(salt, num_tokens if depends else None, digest)
+        return cls(salt, num_tokens if depends else None, digest, adapter)
 
     @property
     def root_digest(self) -> bytes:

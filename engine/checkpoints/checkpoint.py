@@ -64,13 +64,15 @@ class SafetensorsCheckpoint:
         CorruptWeights: a file is truncated or no safetensors file, or the index contradicts the files.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, file: str | None = None) -> None:
+        """`file`: the name of the only file to read; None: as a model's folder names its files."""
         self._files: dict[str, Any] = {}
         self._paths: dict[str, Path] = {}
         self._extents: dict[str, Extent] = {}
         self._reader: ChunkedReader | None = None
-        listed = _indexed(folder)
-        for path in sorted(set(listed.values())) if listed else [_single_file(folder)]:
+        listed = {} if file is not None else _indexed(folder)
+        single = folder / file if file is not None else None
+        for path in sorted(set(listed.values())) if listed else [single or _single_file(folder)]:
             handle = _open(path)
             extents = _extents(path)
             for name in handle.keys():  # noqa: SIM118  (not a mapping)
@@ -96,7 +98,7 @@ class SafetensorsCheckpoint:
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def read(self, name: str, into: Tensor) -> None:
-        self._check(name)
+        self.check_float(name)
         if self._reader is None or self._reader.device != into.device:
             self._reader = ChunkedReader(into.device)
         if not into.is_contiguous():
@@ -113,10 +115,11 @@ class SafetensorsCheckpoint:
 
     def floats(self, name: str) -> Tensor:
         """A tensor of a float dtype, mapped."""
-        self._check(name)
+        self.check_float(name)
         return self.tensor(name)
 
-    def _check(self, name: str) -> None:
+    def check_float(self, name: str) -> None:
+        """Raise `UnsupportedModel` where a tensor's dtype is not a float one that is read."""
         dtype = self._files[name].get_slice(name).get_dtype()
         if dtype not in _FLOATS:
             raise UnsupportedModel(f"tensor {name} in {self._paths[name]} is {dtype}, not one of {', '.join(_FLOATS)}")

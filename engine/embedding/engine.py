@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.adapters.places import AdapterPlaces
 from engine.checkpoints.config import folder_config
 from engine.config import EngineConfig
 from engine.embedding.waiting import WaitingPrompts
@@ -117,6 +118,7 @@ class EncoderEngine:
         if request.pooling != self._pooling:
             raise RequestRefused(f"an encoder generates nothing; it pools its hidden states ({self._pooling})")
         check_request(request)
+        AdapterPlaces().check(request.adapter)
         ids, size = request.prompt_token_ids, self.spec.vocab_size
         if ((ids < 0) | (ids >= size)).any():
             raise RequestRefused(f"the prompt leaves the vocabulary of {size}")
@@ -300,6 +302,8 @@ def check_encoder_config(config: EngineConfig) -> None:
         raise UnsupportedModel(
             f"kv_dtype {config.kv_dtype} means nothing to an encoder, which has no cache; leave it out"
         )
+    if config.lora.adapters:
+        raise UnsupportedModel("adapters are not supported for encoders; merge the adapter into the model")
     if config.cache.memory_bytes is not None:
         raise UnsupportedModel("an encoder has no KV cache that memory could be set aside for; leave that out")
     if options := config.cache.second_tiers:

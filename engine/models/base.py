@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -13,6 +13,10 @@ from torch import Tensor
 from engine.errors import UnsupportedModel
 from engine.expert_load import ExpertLoad
 from engine.states import StateOperator, StateShape
+
+if TYPE_CHECKING:
+    from engine.adapters.adapter import Adapter
+    from engine.models.decoder import DecoderSpec
 
 
 class LayerCache(NamedTuple):
@@ -60,6 +64,12 @@ class Attend(Protocol):
     def of_wanted(self) -> tuple[NDArray[np.int32], Attend] | None:
         """Return the tokens whose hidden states after the last layer are needed, ascending int32 [W], and how these
         alone attend, to what is stored; None: all are needed."""
+        ...
+
+    @property
+    def adapters(self) -> NDArray[np.int32] | None:
+        """int32 [T], the place of each token's adapter; -1: it has none; None: no token has one. Only read by models
+        that have places (`AdaptedModel`)."""
         ...
 
     def scan(self, layer: int, operator: StateOperator, *inputs: Tensor) -> Tensor:
@@ -219,6 +229,24 @@ class RoutedModel(Protocol):
 
     def reset_expert_load(self) -> None:
         """Count from zero again."""
+        ...
+
+
+@runtime_checkable
+class AdaptedModel(Protocol):
+    """A model that can add the low-rank products of adapters to its own, for some tokens or all."""
+
+    @property
+    def decoder_spec(self) -> DecoderSpec:
+        """What adapters are checked against."""
+        ...
+
+    def add_places(self, max_loras: int, max_rank: int) -> None:
+        """Make places for adapters; called once. `max_rank`: the largest `Adapter.max_rank`."""
+        ...
+
+    def load_adapter(self, place: int, adapter: Adapter | None) -> None:
+        """Put an adapter into a place; None: empty it."""
         ...
 
 

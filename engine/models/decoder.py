@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,10 @@ from engine.models.state_layers.mamba import Mamba, MambaSpec
 from engine.models.state_layers.short_conv import ShortConv, ShortConvSpec
 from engine.quant.base import Linear, Rows, product
 from engine.quant.weight import QWeight
+
+if TYPE_CHECKING:
+    from engine.adapters.adapter import Adapter
+    from engine.adapters.linear import AdaptedLayers
 
 StateLayer = DeltaNet | Mamba | ShortConv
 """A layer's part that has a state instead of attention."""
@@ -409,6 +413,24 @@ class FusedDecoder:
         self._ropes = tuple(RotaryTable(rope, dtype, device, positions) for rope in spec.ropes)
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=dtype))
+        self._adapted: AdaptedLayers | None = None
+
+    @property
+    def decoder_spec(self) -> DecoderSpec:
+        """See `AdaptedModel.decoder_spec`."""
+        return self._decoder
+
+    def add_places(self, max_loras: int, max_rank: int) -> None:
+        """See `AdaptedModel.add_places`."""
+        from engine.adapters.linear import AdaptedLayers  # noqa: PLC0415 - it imports the layers from here
+
+        self._adapted = AdaptedLayers(self._layers, max_loras, self._spec.dtype, self._norm.device)
+        self._layers = self._adapted.layers
+
+    def load_adapter(self, place: int, adapter: Adapter | None) -> None:
+        """See `AdaptedModel.load_adapter`."""
+        assert self._adapted is not None, "`add_places` comes first"
+        self._adapted.load(place, adapter)
 
     @property
     def spec(self) -> ModelSpec:
@@ -417,9 +439,9 @@ class FusedDecoder:
     @property
     def recordable(self) -> bool:
         """Whether `forward` can be captured as a graph: it never reads a value on the host. (Frequencies that follow a
-        sequence's length are read, and the rows of experts that are multiplied one by one. Segments of tokens are
-        cut on the host.)"""
-        if self._spec.states:
+        sequence's length are read, and the rows of experts that are multiplied one by one. Segments of tokens and
+        runs with one adapter are cut on the host.)"""
+        if self._spec.states or self._adapted is not None:
             return False
         mixtures = [mixture for layer in self._layers if isinstance(mixture := layer.mixture, Experts)]
         grouped = all(mlp.index is None and mlp.gate_up.recordable and mlp.down.recordable for mlp in mixtures)
@@ -457,6 +479,8 @@ class FusedDecoder:
         """Run `forward`; states: layer -> output for its input [T, hidden_size]."""
         spec = self._decoder
         with torch.inference_mode():
+            if self._adapted is not None:
+                self._adapted.step.set(attend.adapters)
             hidden = self._embed_scaled(input_ids)
             inputs = None if self._inputs is None else self._inputs.of(input_ids, hidden, spec.norm_eps)
             step = self._step_parts(positions, attend, rope_lengths, inputs)

@@ -33,6 +33,8 @@ class DenseAttend:
     Set `ranges` to the positions [start, stop) of each sequence before every forward.
     """
 
+    adapters = None
+
     def __init__(self, spec: ModelSpec) -> None:
         self.ranges: list[tuple[int, int]] = []
         self.layers: list[int] = []

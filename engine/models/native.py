@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.adapters.adapter import Adapter
 from engine.attention.base import AttentionStep
 from engine.attention.native import NativeAttention
 from engine.config import Quantize
@@ -29,6 +30,7 @@ from engine.models.native_experts import NativeExperts
 from engine.models.native_parts import with_native_heads, with_native_mlps
 from engine.models.rope import RotaryTable
 from engine.models.state_layers.native_recurrence import with_native_recurrences
+from engine.native.adapters import NativeAdapters
 from engine.native.library import NativeLibrary
 from engine.native.linear import NativeLinear
 from engine.native.packing import pack_quantized, runs_small
@@ -72,6 +74,25 @@ class NativeDecoder:
         self._experts = tuple(self._mixture(layer) for layer in layers)
         self._ropes = tuple(RotaryTable(rope, torch.float32, torch.device("cpu"), positions) for rope in spec.ropes)
         self._bound: _Bound | None = None
+        self._adapters: NativeAdapters | None = None
+
+    @property
+    def decoder_spec(self) -> DecoderSpec:
+        """See `AdaptedModel.decoder_spec`."""
+        return self._decoder
+
+    def add_places(self, max_loras: int, max_rank: int) -> None:
+        """See `AdaptedModel.add_places`."""
+        self._adapters = NativeAdapters(
+            self.library, self._decoder.num_layers, max_loras, max_rank, self._spec.dtype,
+            has_gates=self._decoder.has_gates,
+        )  # fmt: skip
+        self._bound = None
+
+    def load_adapter(self, place: int, adapter: Adapter | None) -> None:
+        """See `AdaptedModel.load_adapter`."""
+        assert self._adapters is not None, "`add_places` comes first"
+        self._adapters.load(place, adapter)
 
     @property
     def spec(self) -> ModelSpec:
@@ -113,13 +134,13 @@ class NativeDecoder:
         hidden = torch.empty(tokens, self._decoder.hidden_size, dtype=self._spec.dtype)
         state_layers = (ctypes.c_int32 * len(layers))(*layers)
         ids, at = input_ids.contiguous(), positions.contiguous()
-        wanted = attend.prepared.wanted
+        wanted, adapters = attend.prepared.wanted, attend.adapters
         step = StepStruct(
             tokens, len(attend.backend.storage.layout.groups), ids.data_ptr(), attend.prepared.tasks.groups,
             at.data_ptr() if by_position else None, _pointers(rotations), _pointers(growths), hidden.data_ptr(),
             None if wanted is None else wanted.ctypes.data,
             -1 if wanted is None else len(wanted), len(layers), ctypes.addressof(state_layers),
-            None if states is None else states.data_ptr(),
+            None if states is None else states.data_ptr(), None if adapters is None else adapters.ctypes.data,
         )  # fmt: skip
         self.library.forward(bound.shape, bound.layers, self._embedding, self._norm, step, bound.space.struct)
         return hidden
@@ -215,12 +236,14 @@ class NativeDecoder:
             if spec.parallel:
                 struct.mlp_norm = struct.input_norm
             struct.rope = spec.layer_ropes[index]
+            struct.adapters = None if self._adapters is None else self._adapters.layer(index)
             layers[index] = struct
         space = KernelWorkspace.for_decoder(
             self.library, cache, spec.num_heads, spec.hidden_size,
             spec.intermediate_size if None in self._experts else 0, self._kind, tokens,
             reorders=any(linear.reorders for linear in self._linears()),
             experts=next((mixture.sizes for mixture in self._experts if mixture is not None), None),
+            max_rank=0 if self._adapters is None else self._adapters.max_rank,
         )  # fmt: skip
         return _Bound(attention, shape, layers, space)
 

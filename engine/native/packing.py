@@ -65,13 +65,18 @@ def runs_small(weight: QWeight) -> bool:
     return (weight.groups == 1 or weight.group % 2 == 0) and all(dtype == torch.float16 for dtype in steps)
 
 
-def pack_dense(library: NativeLibrary, kind: ElementKind, weight: Tensor, bias: Tensor | None) -> PackedWeight:
-    """Weight [n, k] of any float dtype as `kind`, which is quantized here for I8 and W8."""
+def pack_dense(
+    library: NativeLibrary, kind: ElementKind, weight: Tensor, bias: Tensor | None, *, is_lasting: bool = True
+) -> PackedWeight:
+    """Weight [n, k] of any float dtype as `kind`, which is quantized here for I8 and W8. `is_lasting`: it is a part of
+    the model; others have memory of their own."""
     n, k = weight.shape
     padded = _padded(n, library.panel)
     words = {ElementKind.F32: k, ElementKind.I8: -(-k // 4)}.get(kind, -(-k // 2))
     row_bytes = words * (2 if kind == ElementKind.W8 else 4)
-    packed = library.weight_memory.take(padded * row_bytes + _ROOM).view(torch.int32)
+    size = padded * row_bytes + _ROOM
+    packed = library.weight_memory.take(size) if is_lasting else torch.zeros(size, dtype=torch.uint8)
+    packed = packed.view(torch.int32)
     quantized = kind in (ElementKind.I8, ElementKind.W8)
     scale = torch.empty(padded, dtype=torch.float32) if quantized else None
     offset = torch.empty(-(-k // QUANT_GROUP), padded, dtype=torch.int32) if kind == ElementKind.I8 else None
@@ -101,7 +106,7 @@ def pack_quantized(
     """
     if weight.form == "fp8" and bool(weight.codes.view(torch.uint8).bitwise_and(127).eq(127).any()):
         raise CorruptWeights("an fp8 weight holds NaN")
-    rows = _row_map(library, weight.n, gated)
+    rows = panel_rows(library, weight.n, gated=gated)
     n = rows.numel() if gated else weight.n
     kind = ElementKind.I8 if _multiplies_int8(weight) and not looked_up else _SMALL[weight.form]
     k = weight.k
@@ -131,8 +136,9 @@ def _multiplies_int8(weight: QWeight) -> bool:
     return weight.groups == 1 and weight.low is None and weight.order is None and isinstance(weight.scale, Tensor)
 
 
-def _row_map(library: NativeLibrary, n: int, gated: bool) -> Tensor:
-    """int32 [padded n]: the row of W that is each column of the panels; -1: none."""
+def panel_rows(library: NativeLibrary, n: int, *, gated: bool) -> Tensor:
+    """int32 [padded n]: the row of W [n, k] that is each column of the panels; -1: none. `gated`: gate above up, to be
+    interleaved by vectors."""
     if not gated:
         rows = torch.full((_padded(n, library.panel),), -1, dtype=torch.int32)
         rows[:n] = torch.arange(n)

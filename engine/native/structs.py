@@ -22,7 +22,7 @@ class ElementKind(IntEnum):
     E4M3 = 6
 
 
-PARTS = ("norm", "product", "rotate", "attention", "quantize", "head", "route")
+PARTS = ("norm", "product", "rotate", "attention", "quantize", "head", "route", "adapters")
 """Categories of time, in the order of the kernels' counters."""
 
 KIND_OF = {torch.float32: ElementKind.F32, torch.bfloat16: ElementKind.BF16}
@@ -81,6 +81,10 @@ class ExpertsStruct(ctypes.Structure):
     )  # fmt: skip
 
 
+class LowRankStruct(ctypes.Structure):
+    _fields_ = (("a", LinearStruct), ("b", c_void_p), ("columns", c_void_p))
+
+
 class LayerStruct(ctypes.Structure):
     _fields_ = (
         ("qkv", LinearStruct), ("output", LinearStruct), ("gate_up", LinearStruct), ("down", LinearStruct),
@@ -88,7 +92,7 @@ class LayerStruct(ctypes.Structure):
         ("input_norm", c_void_p), ("mlp_norm", c_void_p), ("qk_norm", c_void_p),
         ("output_norm", c_void_p), ("down_norm", c_void_p),
         ("keys", c_void_p), ("values", c_void_p), ("key_scales", c_void_p), ("value_scales", c_void_p),
-        ("sinks", c_void_p),
+        ("sinks", c_void_p), ("adapters", c_void_p),
         ("group", c_int32), ("rope", c_int32),
     )  # fmt: skip
 
@@ -135,7 +139,7 @@ class StepStruct(ctypes.Structure):
         ("positions", c_void_p), ("rotations", POINTER(c_void_p)), ("query_factors", POINTER(c_void_p)),
         ("hidden", c_void_p),
         ("wanted", c_void_p), ("num_wanted", c_int32),
-        ("num_states", c_int32), ("state_layers", c_void_p), ("states", c_void_p),
+        ("num_states", c_int32), ("state_layers", c_void_p), ("states", c_void_p), ("adapters", c_void_p),
     )  # fmt: skip
 
 
@@ -149,7 +153,9 @@ class WorkspaceStruct(ctypes.Structure):
         ("thread_space", c_void_p), ("thread_bytes", c_int64),
         ("logits_stride", c_int64), ("logits", c_void_p), ("factors", c_void_p), ("expert_scale", c_void_p),
         ("expert_output", c_void_p), ("expert_input", c_void_p), ("expert_gated", c_void_p), ("chosen", c_void_p),
-        ("sorted", c_void_p), ("expert_starts", c_void_p), ("runs", c_void_p), ("spent", c_void_p),
+        ("sorted", c_void_p), ("expert_starts", c_void_p), ("runs", c_void_p),
+        ("low_rank_stride", c_int64), ("plain_words", c_int64), ("low_rank", c_void_p), ("plain", c_void_p),
+        ("spent", c_void_p),
     )  # fmt: skip
 
 

@@ -90,9 +90,10 @@ class KernelWorkspace:
     def for_decoder(
         cls, library: NativeLibrary, cache: CacheShape, heads: int, hidden: int, intermediate: int,
         activations: ElementKind, max_tokens: int, *, reorders: bool = False, experts: ExpertSizes | None = None,
+        max_rank: int = 0,
     ) -> KernelWorkspace:  # fmt: skip
         """For whole steps of up to `max_tokens` tokens; `reorders` as in `for_linear`. `intermediate`: of the layers
-        without experts."""
+        without experts. `max_rank`: of adapters; 0: there are none."""
         panel, dim = library.panel, cache.head_dim
         widest = max(hidden, heads * dim, intermediate, experts.widest if experts else 0)
         strides = {
@@ -119,6 +120,11 @@ class KernelWorkspace:
         }
         thread_bytes = max(_product_bytes(library, widest), _attention_bytes(cache, heads))
         strides["input_words"] = input_words
+        if max_rank:
+            strides["low_rank_stride"] = _padded(max_rank, panel)
+            strides["plain_words"] = _padded(-(-hidden // element), 16) + _APART
+            buffers["low_rank"] = torch.zeros(max_tokens * strides["low_rank_stride"])
+            buffers["plain"] = torch.zeros(max_tokens * strides["plain_words"] + 16, dtype=torch.int32)
         if experts is not None:
             buffers |= _expert_buffers(library, experts, activations, max_tokens, strides)
             thread_bytes = max(thread_bytes, _expert_bytes(library, experts, widest))

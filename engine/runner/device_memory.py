@@ -103,7 +103,9 @@ def make_memory_release(device: torch.device) -> Callable[[], None]:
 
 
 class AttendToNothing:
-    """`Attend` of a step of one sequence, without a cache."""
+    """`Attend` of a step of one sequence, without a cache and adapters."""
+
+    adapters = None
 
     def __init__(self, spec: ModelSpec, tokens: int) -> None:
         self._spec = spec

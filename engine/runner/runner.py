@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.adapters.loader import AdapterLoader
 from engine.attention import AttentionBackend, AttentionBatch, AttentionStep
 from engine.device_transfer import Download, make_transfer
 from engine.models.base import CausalModel, LayeredModel
@@ -130,6 +131,7 @@ class ModelRunner:
         states: of the model's layers that have states instead of keys and values; None: none have. Their cache group is
             the last one.
         second_tier: stores and fills the blocks that plans name; None: they name none.
+        adapters: loads those that plans name; None: they name none.
 
     Attributes:
         graph_steps: steps that replayed a graph.
@@ -146,8 +148,10 @@ class ModelRunner:
         graphs: Graphs | None = None,
         states: StateStorage | None = None,
         second_tier: SecondTier | None = None,
+        adapters: AdapterLoader | None = None,
     ) -> None:
         self.graph_steps = 0
+        self._adapters = adapters
         self._states = states
         self._second_tier = second_tier
         self._state_step: StateStep | None = None  # of the latest step
@@ -232,7 +236,11 @@ class ModelRunner:
                 self.graph_steps += 1
                 return self._graphs.forward(shape, input_ids, device_positions, batch)
         self._state_step = None if self._states is None else self._states.step(plan, self._rows)
-        attend = AttentionStep(self._attention, self._attention.prepare(batch), self._state_step, batch)
+        adapters = None
+        if self._adapters is not None:
+            self._adapters.load(plan.loaded)
+            adapters = None if plan.adapters is None else np.repeat(plan.adapters, plan.counts)
+        attend = AttentionStep(self._attention, self._attention.prepare(batch), self._state_step, batch, adapters)
         inputs = input_ids, device_positions, attend, lengths
         if self._reader is None:
             return self._model.forward(*inputs)

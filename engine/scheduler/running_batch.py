@@ -6,11 +6,13 @@ consistent.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.adapters.places import AdapterPlaces
 from engine.cache.prefix import HashChain, PrefixNode
 from engine.cache.tables import CacheTables
 from engine.plan import RowState
@@ -39,10 +41,14 @@ class RunningBatch:
         last_token_at: float64 [R], time of the owner's latest token (seconds); NaN: it has none yet.
         latency_class: int64 [R], the owner's class in latency statistics (`class_of`).
         by_class: occupied rows, by that class.
+        adapter: int32 [R], the place of the owner's adapter; -1: it has none.
+        places: of adapters.
         only_class: the class of all occupied rows; None: they have several, or there are none.
     """
 
-    def __init__(self, rows: RowState, cache: CacheTables, stops: StopTable) -> None:
+    def __init__(
+        self, rows: RowState, cache: CacheTables, stops: StopTable, places: AdapterPlaces | None = None
+    ) -> None:
         num_rows = len(rows.num_known)
         self.rows = rows
         self.cache = cache
@@ -62,6 +68,8 @@ class RunningBatch:
         self.latency_class = np.zeros(num_rows, dtype=np.int64)
         self.by_class = [0] * CLASSES
         self.only_class: int | None = None
+        self.places = places or AdapterPlaces()
+        self.adapter = np.full(num_rows, -1, dtype=np.int32)
         self._occupied = np.zeros(num_rows, dtype=np.bool_)
         self._free = list(range(num_rows - 1, -1, -1))
         self._order: NDArray[np.int32] | None = None
@@ -102,6 +110,8 @@ class RunningBatch:
             self.cache.take(row, hits)
         rows.num_computed[row] = len(hits) * rows.block_size
         self.stops.load(row, params, sequence.prompt_len)
+        self.places.take(sequence.request.adapter)
+        self.adapter[row] = self.places.place(sequence.request.adapter)
         self.owners[row] = sequence
         self.epoch[row] += 1
         self.priority[row] = sequence.request.priority
@@ -141,6 +151,8 @@ class RunningBatch:
         rows.num_known[row] = rows.num_computed[row] = rows.num_drafts[row] = rows.prompt_len[row] = 0
         self.promised[row] = 0
         self.owners[row] = None
+        self.places.release(sequence.request.adapter)
+        self.adapter[row] = -1
         self.epoch[row] += 1
         self._occupied[row] = False
         self._order = None
@@ -171,8 +183,13 @@ class RunningBatch:
         if taken != self.by_class:
             raise AssertionError(f"classes: {taken} rows are taken, but {self.by_class} are counted")
         rows = self.rows
+        self.places.check_rows(Counter(name for row in seated if (name := self.owner(row).request.adapter) is not None))
         for row in seated:
             owner = self.owner(row)
+            if self.adapter[row] != self.places.place(owner.request.adapter):
+                raise AssertionError(
+                    f"row {row}: its adapter {owner.request.adapter} is not in place {self.adapter[row]}"
+                )
             computed = int(rows.num_computed[row])
             known = int(rows.num_known[row] + rows.num_drafts[row] + self.promised[row])
             held = int(self.cache.length[row]) * rows.block_size

@@ -47,6 +47,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.adapters.places import AdapterPlaces
 from engine.cache.block_demand import BlockDemand
 from engine.cache.block_tier import BlockKey, BlockTier
 from engine.cache.host_tier import HostTier
@@ -94,9 +95,11 @@ class Scheduler:
         eos_token_ids: end tokens of the model.
         rope_original_max: the model's rotary frequencies depend on a sequence's length beyond this.
         digest: hashes prefixes; only tests replace it.
+        places: of adapters; None: there are none.
 
     Attributes:
         rows: row-indexed state; only the scheduler writes it, the runner reads it.
+        places: of adapters.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         rope_original_max: int | None = None,
         digest: Digest = chain_digest,
+        places: AdapterPlaces | None = None,
     ) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens"):
             value = getattr(config, name)
@@ -120,10 +124,11 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._cache = CacheTables(groups, self.rows, prefix_caching=prefix_caching, digest=digest)
         self._stops = StopTable(config.rows, eos_token_ids)
-        self._batch = RunningBatch(self.rows, self._cache, self._stops)
+        self.places = places or AdapterPlaces()
+        self._batch = RunningBatch(self.rows, self._cache, self._stops, self.places)
         self._lengths = LengthEstimator()
         self._demand = BlockDemand(self._cache, min(budget, config.max_chunk_tokens or budget), max_model_len)
-        self._waiting = WaitingQueue(self._cache, self._lengths, rope_original_max, config.rows)
+        self._waiting = WaitingQueue(self._cache, self._lengths, rope_original_max, config.rows, self.places)
         self._latencies = Latencies(self._batch)
         self._slo = None if config.slo is None else SloController(config.slo, self._batch, budget)
         self._budget = TokenBudget(budget)
@@ -192,14 +197,15 @@ class Scheduler:
 
         Raises:
             ContextLengthExceeded: prompt + max_tokens fit neither the context nor the whole pool.
-            RequestRefused: the id is in use, the prompt is empty or not int32 [tokens], pooling is combined with
-                an answer, or `partial` can't be the beginning of one.
+            RequestRefused: the id is in use, the prompt is empty or not int32 [tokens], there is no such adapter,
+                pooling is combined with an answer, or `partial` can't be the beginning of one.
         """
         self._now = now
         prompt, params = request.prompt_token_ids, request.params
         if request.request_id in self._requests:
             raise RequestRefused(f"request {request.request_id!r} is already running; use another request_id")
         check_request(request)
+        self.places.check(request.adapter)
         if request.pooling == "classify":
             raise RequestRefused("only an encoder has a head for labels; choose another pooling")
         siblings: list[Sequence] = []

@@ -108,6 +108,7 @@ class StepPlanner:
     def plan(self, now: float) -> StepPlan | None:
         """Plan the next step; None when nothing can be computed now."""
         self._begin()
+        self._waiting.return_aside()
         if self._waiting.order_is_due:
             self._order_waiting()
         if self._slo is None or not self._urgent():
@@ -156,14 +157,23 @@ class StepPlanner:
 
     def _plan_classes(self, last: int | None, now: float) -> None:
         """Plan running rows and admit waiting ones, class by class, up to class `last` (None: all)."""
-        while self._left > 0 and (head := self._waiting.peek()) is not None:
+        while self._left > 0 and (head := self._peek()) is not None:
             if last is not None and head.request.priority > last:
                 break
             self._plan_running(self._rank(head))
-            head = self._waiting.peek() or head  # a sequence preempted just now may precede it
+            head = self._peek() or head  # a sequence preempted just now may precede it
             if self._left <= 0 or not self._admit(head, now):
                 break
         self._plan_running(None if last is None else ((last + 1) << CLASS_SHIFT) - 1)
+
+    def _peek(self) -> Sequence | None:
+        """Return the head of the queue; sequences before it whose adapter finds no place are set aside."""
+        places = self._batch.places
+        while (head := self._waiting.peek()) is not None and not places.has_place(
+            head.request.adapter, head.request.priority
+        ):
+            self._waiting.set_aside(head)
+        return head
 
     def _order_waiting(self) -> None:
         """Reorder the queue by the tokens left to sample and the number of concurrent rows."""
@@ -439,7 +449,7 @@ class StepPlanner:
         self.counters.recomputed_tokens += max(0, min(sequence.high_water, start + count) - start)
 
     def _assemble(self) -> StepPlan | None:
-        """Assemble the plan: rows with one token first, then the chunks, each in class then arrival order."""
+        """Assemble the plan: rows with one token first, then the chunks, each by adapter, class and arrival."""
         if self._left + self._withheld_tokens == self._budget:
             return None
         rows, counts = np.concatenate(self._planned), np.concatenate(self._counts)
@@ -449,8 +459,12 @@ class StepPlanner:
             self._left -= int(drafts.sum())
         single = counts == 1
         num_decodes = int(np.count_nonzero(single))
-        if num_decodes < len(rows):
+        adapters = self._batch.adapter[rows] if self._batch.places.num_used else None
+        if num_decodes < len(rows) or adapters is not None:
             order = np.concatenate([np.flatnonzero(single), np.flatnonzero(counts > 1)])
+            if adapters is not None:  # neighbours with the same one are computed together
+                order = order[np.lexsort((adapters[order], ~single[order]))]
+                adapters = adapters[order]
             rows, counts = rows[order], counts[order]
             drafts = None if drafts is None else drafts[order]
         ends = self._rows.num_computed[rows]
@@ -484,4 +498,6 @@ class StepPlanner:
             copy_blocks=self._cache.take_copies(),
             drafts=drafts,
             ahead=promised if promised is not None and promised.any() else None,
+            adapters=adapters,
+            loaded=tuple(self._batch.places.names),
         )

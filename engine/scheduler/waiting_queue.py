@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 from itertools import groupby, takewhile
 
+from engine.adapters.places import AdapterPlaces
 from engine.cache.prefix import HashChain
 from engine.cache.tables import CacheTables
 from engine.scheduler.length_estimator import LazyHeap, LengthEstimator
@@ -45,6 +46,7 @@ class WaitingQueue:
 
     Args:
         cache: receives the blocks that will be read.
+        places: of adapters.
         lengths: estimates answer lengths.
         rope_original_max: prompts longer than this have keys that depend on the prompt's length.
         rows: sequences that can run concurrently.
@@ -55,11 +57,20 @@ class WaitingQueue:
         preempted: those of them that had a row.
     """
 
-    def __init__(self, cache: CacheTables, lengths: LengthEstimator, rope_original_max: int | None, rows: int) -> None:
+    def __init__(
+        self,
+        cache: CacheTables,
+        lengths: LengthEstimator,
+        rope_original_max: int | None,
+        rows: int,
+        places: AdapterPlaces | None = None,
+    ) -> None:
         self.settled = False
         self.by_class = [0] * CLASSES
         self.preempted: set[Sequence] = set()
         self._cache = cache
+        self._places = places or AdapterPlaces()
+        self._set_aside: dict[str, dict[Sequence, Order]] = {}  # adapter -> sequences without a place for it
         self._lengths = lengths
         self._rope_original_max = rope_original_max
         self._heaps: dict[bytes | None, LazyHeap[Sequence, Order]] = {}  # class 0 by owner; None: the other classes
@@ -72,7 +83,7 @@ class WaitingQueue:
         self._reorder_at_length = NOW  # the order is computed again when so few wait
 
     def __len__(self) -> int:
-        return sum(map(len, self._heaps.values()))
+        return sum(map(len, self._heaps.values())) + sum(map(len, self._set_aside.values()))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence behind all others of its class."""
@@ -107,8 +118,50 @@ class WaitingQueue:
 
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence that ended while it waited."""
-        self._heaps[_owner(sequence)].discard()
+        adapter = sequence.request.adapter
+        aside = {} if adapter is None else self._set_aside.get(adapter, {})
+        if aside.pop(sequence, None) is None:
+            self._heaps[_owner(sequence)].discard()
+        elif adapter is not None and not aside:
+            del self._set_aside[adapter]
         self._count_removed(sequence)
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """Remove the sequence that `peek` returned until its adapter may have a place (`return_aside`)."""
+        assert sequence.request.adapter is not None
+        heap = self._heaps[_owner(sequence)]
+        order = heap.first_order()
+        assert order is not None, "the head is in its heap"
+        heap.pop()
+        self._set_aside.setdefault(sequence.request.adapter, {})[sequence] = order
+        self._head = None
+
+    def return_aside(self) -> None:
+        """Queue again what was set aside and may run now, and have a place freed for the rest, in the order of what was
+        set aside first with each adapter."""
+        if not self._set_aside:
+            self._places.drain(None)
+            return
+        places, idle = self._places, self._places.num_idle
+        first = {
+            name: next((order, sequence.serial) for sequence, order in aside.items())
+            for name, aside in self._set_aside.items()
+        }
+        for name in sorted(first, key=first.__getitem__):
+            if places.is_used(name):
+                if not places.has_place(name, first[name][0][0]):
+                    continue
+            elif idle <= 0:
+                continue
+            else:
+                idle -= 1
+            self._return(name)
+        places.drain(min((first[name][0][0] for name in self._set_aside), default=None))
+
+    def _return(self, adapter: str) -> None:
+        self._head = None
+        for sequence, order in self._set_aside.pop(adapter).items():
+            self._heap_of(sequence).push(order, sequence.serial, sequence)
 
     def release_row(self, sequence: Sequence) -> None:
         """Count off the row of a sequence that has ended or was preempted."""
@@ -180,6 +233,8 @@ class WaitingQueue:
             running: tokens that running sequences are still expected to sample.
             rows: sequences that run concurrently.
         """
+        for name in list(self._set_aside):
+            self._return(name)
         self._head = None
         entries = [entry for heap in self._heaps.values() for entry in heap.drain()]
         entries.sort(key=lambda entry: (entry[0], entry[1].serial))
@@ -214,7 +269,11 @@ class WaitingQueue:
                 sequence.chain = first.fork(sequence.prompt_len // self._cache.block_size)
             else:
                 sequence.chain = HashChain.of_prompt(
-                    sequence.request.salt, sequence.prompt_len, self._rope_original_max, self._cache.index.digest
+                    sequence.request.salt,
+                    sequence.prompt_len,
+                    self._rope_original_max,
+                    self._cache.index.digest,
+                    self._places.digest(sequence.request.adapter),
                 )
         return sequence.chain
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from engine.adapters.places import AdapterPlaces
 from engine.checkpoints.config import folder_end_tokens
 from engine.config import EngineConfig
 from engine.engine import EngineStats, resolve_device, resolve_dtype
@@ -191,6 +192,7 @@ class VLLMEngine:
 
     def _check(self, request: Request) -> None:
         check_request(request)
+        AdapterPlaces().check(request.adapter)
         check_partial(request)
         name, params, ids = request.request_id, request.params, request.prompt_token_ids
         if name in self._open:

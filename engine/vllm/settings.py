@@ -179,6 +179,7 @@ def _refused(config: EngineConfig) -> tuple[tuple[bool, str, str], ...]:
         (config.cache.host_bytes is not None, "--kv-offloading-size", "give --engine-option kv_offloading_size=…"),
         (config.cache.tier_folder is not None, "--kv-cache-dir", "give --engine-option kv_transfer_config={…}"),
         (config.cache.exchange_bytes is not None, "--role", "give --engine-option kv_transfer_config={…}"),
+        (bool(config.lora.adapters), "--adapter", "merge the adapter into the model"),
         (config.micro_batches is not None, "--micro-batches", "its stages compute different steps at the same time"),
         (config.expert_counts is not None, "expert_counts", "give --engine-option enable_eplb=…"),
         (

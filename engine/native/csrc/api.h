@@ -64,6 +64,16 @@ struct RunList {
     ExpertRun runs[];
 };
 
+// A layer's products that adapters change.
+enum Product : int32_t { PRODUCT_QKV, PRODUCT_OUTPUT, PRODUCT_GATE_UP, PRODUCT_DOWN, NUM_PRODUCTS };
+
+// What an adapter adds to a product: B A x. Columns of B that are zero in a whole panel are not stored.
+struct LowRank {
+    Linear a;                // in the activations' kind; n 0: nothing is added
+    const void* b;           // in the activations' kind; of each panel [last - first][panel]
+    const int32_t* columns;  // of each panel: first, last, and the columns stored before it
+};
+
 struct Layer {
     Linear qkv, output, gate_up, down;  // the last two without experts
     const Experts* experts;             // or null
@@ -71,6 +81,7 @@ struct Layer {
     uint32_t *keys, *values;         // the layer's cache, see CacheShape
     float *key_scales, *value_scales;  // I8 caches: [num_blocks][kv_heads][columns]
     const float* sinks;  // or null; [heads], scores that join a softmax without a value
+    const LowRank* adapters;  // or null: there are no places; [places][NUM_PRODUCTS]
     int32_t group, rope;
 };
 
@@ -129,6 +140,7 @@ struct Step {
     int32_t num_states;             // layers, ascending, before which each token's state is kept
     const int32_t* state_layers;    // [num_states]; num_layers: behind the last one
     void* states;                   // out: [tokens][num_states][hidden] in the activations' kind
+    const int32_t* adapters;        // or null: no token has one; [tokens], places; -1: none
 };
 
 // Buffers of a decoder, made once for `max_tokens`; strides are in elements of the named type.
@@ -144,6 +156,11 @@ struct Workspace {
     uint32_t *expert_input, *expert_gated;                   // [rows][input_words], [rows]
     int32_t *chosen, *sorted, *expert_starts;                // [rows], [rows], [num_experts + shared + 1]
     RunList* runs;
+    // With adapters: A x, [tokens][low_rank_stride], and normed rows in the activations' kind, [tokens][plain_words], for
+    // products whose operand is another.
+    int64_t low_rank_stride, plain_words;
+    float* low_rank;
+    uint32_t* plain;
     int64_t* spent;  // or null: nanoseconds that the first thread spent in each Part, waiting for others included
 };
 
@@ -181,7 +198,7 @@ struct GatedNorm {
     const float* weight;  // [features]
 };
 
-enum Part : int32_t { PART_NORM, PART_PRODUCT, PART_ROTATE, PART_ATTENTION, PART_QUANTIZE, PART_HEAD, PART_ROUTE, NUM_PARTS };
+enum Part : int32_t { PART_NORM, PART_PRODUCT, PART_ROTATE, PART_ATTENTION, PART_QUANTIZE, PART_HEAD, PART_ROUTE, PART_ADAPTERS, NUM_PARTS };
 
 struct Team {
     int32_t size, arrived, epoch;

@@ -56,6 +56,7 @@ struct Decoder {
     const Workspace& space;
     int tokens;  // rows at hand: the step's, and in the last layer only those that are wanted
     int kept = 0;  // states that are kept already
+    bool only_wanted = false;
 
     float* line(const Member& me) const { return (float*)(space.thread_space + me.index * space.thread_bytes); }
 
@@ -118,6 +119,8 @@ struct Decoder {
                 if (next) {
                     write_operand(operand_kind(shape.activations, *next), in_order(*next, y, y + n + VL), n,
                                   space.input + t * space.input_words, space.row_scale + t * space.scale_stride);
+                    if (step.adapters && !is_plain_operand(*next))
+                        write_operand(shape.activations, y, n, space.plain + t * space.plain_words, nullptr);
                     continue;
                 }
                 if (!hidden) {
@@ -135,13 +138,78 @@ struct Decoder {
         });
     }
 
+    static bool is_plain_operand(const Linear& w) { return w.kind != KIND_I8 && !w.order; }
+
+    // What an adapter adds to this product of token t; null: nothing.
+    const LowRank* change(const Layer& layer, Product product, int t) const {
+        const int place = step.adapters[only_wanted ? step.wanted[t] : t];
+        if (place < 0) return nullptr;
+        const LowRank* found = layer.adapters + int64_t(place) * NUM_PRODUCTS + product;
+        return found->a.n ? found : nullptr;
+    }
+
+    // A x of each token with its adapter: neighbours with the same one together. x: rows in the activations' kind.
+    void shrink(Member& me, const Layer& layer, Product product, const u32* x, int64_t lda) const {
+        if (!step.adapters || !layer.adapters) return;
+        me.share_rows(tokens, 8, [&](int first, int last) {
+            for (int t = first, end; t < last; t = end) {
+                const LowRank* low = change(layer, product, t);
+                for (end = t + 1; end < last && change(layer, product, end) == low;) end++;
+                if (!low) continue;
+                float* to = space.low_rank + t * space.low_rank_stride;
+                panel_task(*me.team, shape.activations, low->a, 0, (low->a.n + PANEL - 1) / PANEL, x + t * lda, lda, nullptr,
+                           0, end - t, (uint8_t*)line(me), nullptr, [](int, int) { return nullptr; },
+                           [&](int from, int count, int panel, const float* c) {
+                               store_panel(low->a, panel, count, c, to + from * space.low_rank_stride,
+                                           space.low_rank_stride);
+                           });
+            }
+        });
+        me.book(PART_ADAPTERS);
+    }
+
+    // As `shrink`, of normed rows: `input`, or `plain` where that is the operand of w in another form.
+    void shrink_normed(Member& me, const Layer& layer, Product product, const Linear& w) const {
+        const bool plain = is_plain_operand(w);
+        shrink(me, layer, product, plain ? space.input : space.plain, plain ? space.input_words : space.plain_words);
+    }
+
+    // Adds B (A x) to one panel of a product, c [count][PANEL], of the tokens from `first` on.
+    void expand(const Layer& layer, Product product, int first, int count, int panel, float* c) const {
+        if (!step.adapters || !layer.adapters) return;
+        for (int r = 0; r < count; r++, c += PANEL) {
+            const LowRank* low = change(layer, product, first + r);
+            if (!low) continue;
+            const int32_t *columns = low->columns + 3 * panel, begin = columns[0], end = columns[1];
+            const int64_t stored = int64_t(columns[2]) * PANEL;
+            const float* of_token = space.low_rank + (first + r) * space.low_rank_stride;
+            vf one = load(c), two = load(c + VL);
+            if (shape.activations == KIND_F32) {
+                const float* b = (const float*)low->b + stored;
+                for (int j = begin; j < end; j++, b += PANEL) {
+                    const vf x = set1(of_token[j]);
+                    one = fma(x, load(b), one), two = fma(x, load(b + VL), two);
+                }
+            } else {
+                const uint16_t* b = (const uint16_t*)low->b + stored;
+                for (int j = begin; j < end; j++, b += PANEL) {
+                    const vf x = set1(of_token[j]);
+                    one = fma(x, load_bf16(b), one), two = fma(x, load_bf16(b + VL), two);
+                }
+            }
+            store(c, one), store(c + VL, two);
+        }
+    }
+
     void qkv(Member& me, const Layer& layer) const {
+        shrink_normed(me, layer, PRODUCT_QKV, layer.qkv);
         const AttentionGroup& group = step.groups[layer.group];
         const int panels = (layer.qkv.n + PANEL - 1) / PANEL;
         for_panels(me, shape.activations, layer.qkv, space.input, space.input_words, space.row_scale, space.scale_stride, tokens,
                    (uint8_t*)line(me),
                    [&](int row, int panel) { return space.qkv + row * space.qkv_stride + panel * PANEL; },
-                   [&](int first, int count, int panel, const float* c) {
+                   [&](int first, int count, int panel, float* c) {
+                       expand(layer, PRODUCT_QKV, first, count, panel, c);
                        // Where some of these tokens will be kept is fetched after each panel: a decoding token's slot is
                        // cold, and scattered over its block.
                        for (int r = panel; r < count; r += panels) {
@@ -219,6 +287,7 @@ struct Decoder {
             }
         });
         tokens = step.num_wanted;
+        only_wanted = true;
     }
 
     void attend(Member& me, const Layer& layer, bool only_wanted) const {
@@ -231,15 +300,18 @@ struct Decoder {
     }
 
     // x: rows in the activations' kind. The product joins the residual, or waits in `update` to be normed.
-    void project(Member& me, const Linear& w, const u32* x, int64_t stride, bool joins) const {
+    void project(Member& me, const Layer& layer, Product product, const u32* x, int64_t stride, bool joins) const {
+        const Linear& w = product == PRODUCT_OUTPUT ? layer.output : layer.down;
         const int64_t words = shape.activations == KIND_F32 ? stride : stride / 2;
+        shrink(me, layer, product, x, words);
         int64_t lda;
         const u32* a = as_operand(me, shape.activations, w, x, words, tokens, space, &lda);
         for_panels(me, shape.activations, w, a, lda, space.row_scale, space.scale_stride, tokens, (uint8_t*)line(me),
                    [&](int row, int panel) {
                        return (joins ? space.residual : space.update) + row * space.hidden_stride + panel * PANEL;
                    },
-                   [&](int first, int count, int panel, const float* c) {
+                   [&](int first, int count, int panel, float* c) {
+                       expand(layer, product, first, count, panel, c);
                        float* to = (joins ? space.residual : space.update) + first * space.hidden_stride + panel * PANEL;
                        for (int r = 0; r < count; r++, to += space.hidden_stride)
                            for (int v = 0; v < PANEL; v += VL) {
@@ -256,13 +328,15 @@ struct Decoder {
 
     // Gate and up lie side by side in a panel, so a row of the result is finished where it is computed; or there is up only.
     void gate_up(Member& me, const Layer& layer) const {
+        shrink_normed(me, layer, PRODUCT_GATE_UP, layer.gate_up);
         for_panels(me, shape.activations, layer.gate_up, space.input, space.input_words, space.row_scale, space.scale_stride, tokens,
                    (uint8_t*)line(me),
                    [&](int row, int panel) {
                        const int64_t at = row * space.gated_stride + panel * inner_width(shape.gate);
                        return (const uint8_t*)space.gated + at * (shape.activations == KIND_F32 ? 4 : 2);
                    },
-                   [&](int first, int count, int panel, const float* c) {
+                   [&](int first, int count, int panel, float* c) {
+                       expand(layer, PRODUCT_GATE_UP, first, count, panel, c);
                        for (int r = 0; r < count; r++)
                            write_inner(shape.activations, shape.gate, c + r * PANEL, space.gated,
                                        (first + r) * space.gated_stride + panel * inner_width(shape.gate));
@@ -291,7 +365,7 @@ void forward(Team* team, int32_t member, const DecoderShape* shape, const Layer*
         if (decoder.tokens == 0) return;  // a step that only fills the cache
         // Where attention and MLP are parallel, the MLP's input is the state without what attention adds.
         const bool waits = layer.output_norm || shape->parallel;
-        decoder.project(me, layer.output, space->attended, space->attended_stride, !waits);
+        decoder.project(me, layer, PRODUCT_OUTPUT, space->attended, space->attended_stride, !waits);
         me.book(PART_PRODUCT);
         decoder.norm(me, layer.output_norm, layer.mlp_norm, layer.experts ? nullptr : &layer.gate_up, nullptr, -1,
                      shape->parallel);
@@ -301,7 +375,7 @@ void forward(Team* team, int32_t member, const DecoderShape* shape, const Layer*
         } else {
             decoder.gate_up(me, layer);
             me.book(PART_PRODUCT);
-            decoder.project(me, layer.down, space->gated, space->gated_stride, !layer.down_norm);
+            decoder.project(me, layer, PRODUCT_DOWN, space->gated, space->gated_stride, !layer.down_norm);
             me.book(PART_PRODUCT);
         }
         update_norm = layer.down_norm;

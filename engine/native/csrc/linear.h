@@ -211,7 +211,8 @@ void panel_task(const Team&, int32_t activations, const Linear& w, int panel, in
     }
 }
 
-// Calls finish(first_row, rows, panel, c) for blocks of rows and panels, c: [rows][PANEL] float32, scaled and biased.
+// Calls finish(first_row, rows, panel, c) for blocks of rows and panels, c: [rows][PANEL] float32, scaled and biased, which
+// it may change.
 // x: [rows][lda words]. row_scale: of quantized rows, [rows][scale_stride].
 // target(row, panel): where `finish` will write that row, or null.
 template <class T, class F>
@@ -237,7 +238,7 @@ void for_panels(Member& me, int32_t activations, const Linear& w, const u32* x, 
         const u32* ahead = p + count < panels ? panel_at(w, p + count) : nullptr;
         panel_task(*me.team, activations, w, p, count, x + first * lda, lda, row_scale + first * scale_stride,
                    scale_stride, end - first, space, ahead, [&](int row, int panel) { return target(first + row, panel); },
-                   [&](int from, int block_rows, int panel, const float* c) { finish(first + from, block_rows, panel, c); });
+                   [&](int from, int block_rows, int panel, float* c) { finish(first + from, block_rows, panel, c); });
     });
 }
 

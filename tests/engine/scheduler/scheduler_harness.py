@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.adapters.places import AdapterPlaces
 from engine.cache.block_tier import BlockKey, TierStats
 from engine.cache.host_tier import HostTier
 from engine.config import ScheduleConfig
@@ -34,6 +35,8 @@ EOS = (1,)
 POISON = 0
 NAN = -1
 FIRST_KEY = 7
+ADAPTERS = {name: name.encode() * 16 for name in "abcd"}
+"""Names and digests of the adapters: keys depend on them from the first one on."""
 _MASK = (1 << 61) - 1
 
 
@@ -42,6 +45,11 @@ def next_key(previous: int, token: int, rope_length: int) -> int:
     if previous == NAN or token == POISON:
         return NAN
     return hash((previous, token, rope_length)) & _MASK
+
+
+def first_key(adapter: str | None) -> int:
+    """The key before the first position."""
+    return FIRST_KEY if adapter is None else hash((FIRST_KEY, ord(adapter))) & _MASK
 
 
 def hash_states(states: tuple[Tensor, ...], segments: Segments, tokens: Tensor, lengths: Tensor) -> Tensor:
@@ -85,7 +93,7 @@ def script(request: Request, choice: int, rope_original_max: int | None = None) 
     while True:
         for position in range(len(keys), len(known)):
             length = max(len(prompt), position + 1, rope_original_max) if rope_original_max else 0
-            keys.append(next_key(keys[-1] if keys else FIRST_KEY, known[position], length))
+            keys.append(next_key(keys[-1] if keys else first_key(request.adapter), known[position], length))
         if params.max_tokens == 0:
             read = keys if params.scored_from is not None or request.pooling is not None else []
             read = read[max(0, (params.scored_from or 0) - 1) :]
@@ -117,6 +125,7 @@ class Harness:
         max_drafts: maximum drafts of a row; `NoisyProposer` makes them.  poison: with the poisonous token among them.
         tier: the second tier of the prefix cache on a disk.  host_slots: slots of each group of the one in host memory;
             None: there is none.  max_loads: blocks that a step loads.
+        max_loras: places of adapters.
         host: the tier in host memory.  loaded: blocks loaded.
     """
 
@@ -133,6 +142,7 @@ class Harness:
     tier: DictTier | None = None
     host_slots: int | None = None
     max_loads: int = 3
+    max_loras: int = 1
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(
@@ -143,6 +153,7 @@ class Harness:
             prefix_caching=self.prefix_caching,
             eos_token_ids=EOS,
             rope_original_max=self.rope_original_max,
+            places=AdapterPlaces(ADAPTERS, self.max_loras),
             **self.options,
         )
         self.kv = [
@@ -261,7 +272,9 @@ class Harness:
                 while at.parent is not None:
                     names.append(np.frombuffer(at.token_bytes, dtype=np.int32))
                     at = at.parent
-                keys = [FIRST_KEY]
+                of_adapter = {digest: name for name, digest in ADAPTERS.items()}
+                _, slash, salted = at.token_bytes.partition(b"/")
+                keys = [first_key(of_adapter[salted[:16]] if slash else None)]
                 for token in np.concatenate(names[::-1]).tolist():
                     keys.append(next_key(keys[-1], token, 0))
                 if group < len(self.kv):
@@ -368,6 +381,8 @@ class Harness:
         assert (plan.counts[plan.num_decodes :] > 1).all()
         assert len(set(plan.rows.tolist())) == len(plan.rows)
         assert {new.row for new in plan.new_rows} <= set(plan.rows.tolist())
+        for part in (slice(plan.num_decodes), slice(plan.num_decodes, None)) if plan.adapters is not None else ():
+            assert (np.diff(plan.adapters[part]) >= 0).all(), "rows with one adapter are not neighbours"
         for array in (plan.rows, plan.starts, plan.counts, plan.num_logits):
             assert array.dtype == np.int32
 
@@ -387,6 +402,8 @@ class Harness:
             assert self.prefix_caching
             assert params.prompt_logprobs is None or start < params.prompt_logprobs_start
             assert request.pooling != "mean"
+        place = -1 if plan.adapters is None else int(plan.adapters[i])
+        assert (None if place < 0 else plan.loaded[place]) == request.adapter, "a row is computed with another adapter"
         self._reached[row] = end
         key = (request.request_id, choice)
         self.computed[key] = self.computed.get(key, 0) + count

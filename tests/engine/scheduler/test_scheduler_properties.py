@@ -13,7 +13,7 @@ from engine.config import ScheduleConfig, SloConfig
 from engine.errors import ContextLengthExceeded
 from engine.plan import STATE_WINDOW, CacheGroup
 from engine.request import FinishReason, Request, SamplingParams
-from tests.engine.scheduler.scheduler_harness import POISON, VOCAB, DictTier, Harness
+from tests.engine.scheduler.scheduler_harness import ADAPTERS, POISON, VOCAB, DictTier, Harness
 
 
 class EveryNth:
@@ -72,6 +72,7 @@ def requests(draw: st.DrawFn, index: int) -> Request:
         readers_known=draw(st.booleans()),
         retain=draw(st.sampled_from([(), (), ((len(prompt), 5.0),), ((len(prompt) // 2, 30.0), (len(prompt), 3.0))])),
         salt=draw(st.sampled_from([b"", b"", b"one", b"another"])),
+        adapter=draw(st.sampled_from([None, None, *ADAPTERS])),
         watcher=(lambda _choice: EveryNth(n)) if kind == "watched" else None,
         pooling={"pooled": "last", "mean": "mean"}.get(kind),
     )
@@ -112,6 +113,7 @@ def harnesses(draw: st.DrawFn) -> Harness:
         tier=None if damage_every is None else DictTier(damage_every),
         host_slots=None if options else draw(st.sampled_from([None, 1, 4, 30])),
         max_loads=draw(st.integers(1, 9)),
+        max_loras=draw(st.integers(1, 3)),
     )
 
 
@@ -147,11 +149,13 @@ def check_history(harness: Harness, history: list[Event]) -> None:
         if event.kind == "cancel":
             harness.scheduler.cancel(event.request.request_id)
             continue
+        # Models whose layers have states take no adapters.
+        request = event.request if harness.states is None else replace(event.request, adapter=None)
         try:
-            harness.scheduler.add(event.request, float(step))
+            harness.scheduler.add(request, float(step))
         except ContextLengthExceeded:
             continue
-        accepted.append(event.request)
+        accepted.append(request)
     # when all steps are computed on a simulated paged cache (which checks every key that is read),
     harness.run(float(step))
     # then each choice ends exactly once, with exactly its tokens, and nothing is left behind.

@@ -1,0 +1,72 @@
+"""The adapters that requests may name, and which of them the model has in its places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from engine.adapters.adapter import Adapter, open_adapter
+from engine.adapters.places import AdapterPlaces
+from engine.config import LoraConfig
+from engine.errors import EngineError, UnsupportedModel
+from engine.logs import get_logger
+from engine.models.base import AdaptedModel, CausalModel
+
+logger = get_logger(__name__)
+
+
+class AdapterLoader:
+    """Puts adapters into a model's places, as the steps' plans name them.
+
+    Args:
+        model: with places.
+        adapters: all, by name.
+    """
+
+    def __init__(self, model: AdaptedModel, adapters: Mapping[str, Adapter], max_loras: int) -> None:
+        self._model = model
+        self._adapters = dict(adapters)
+        self._loaded: list[str | None] = [None] * max_loras
+        model.add_places(max_loras, max(adapter.max_rank for adapter in adapters.values()))
+        # The largest ones show how much memory places take, before the KV cache gets the rest.
+        largest = sorted(adapters.values(), key=lambda adapter: -adapter.num_elements)
+        self.load([adapter.name for adapter in largest[:max_loras]])
+
+    def make_places(self) -> AdapterPlaces:
+        """Return the scheduler's view of the places."""
+        digests = {name: adapter.digest for name, adapter in self._adapters.items()}
+        return AdapterPlaces(digests, len(self._loaded))
+
+    def load(self, names: Sequence[str | None]) -> None:
+        """Load what a step's plan has in each place and the model has not; a place without a name stays as it is."""
+        for place, name in enumerate(names):
+            if name is not None and name != self._loaded[place]:
+                self._loaded[place] = None  # while it is neither the old nor the new one
+                self._model.load_adapter(place, self._adapters[name])
+                self._loaded[place] = name
+
+
+def load_adapters(config: LoraConfig, model: CausalModel) -> AdapterLoader | None:
+    """Open all adapters and make places for them; None: there are none.
+
+    Raises:
+        EngineError: two have one name, or there is no place.  UnsupportedModel: the model takes none, or an adapter
+            does more than is supported.  ModelNotFound, CorruptWeights: as `open_adapter`.
+    """
+    if not config.adapters:
+        return None
+    if config.max_loras < 1:
+        raise EngineError(f"max_loras is {config.max_loras}, but must be 1 or more")
+    if not isinstance(model, AdaptedModel):
+        raise UnsupportedModel(
+            f"adapters are not supported for {model.spec.architecture}, which transformers' code computes; merge the "
+            "adapter into the model"
+        )
+    adapters: dict[str, Adapter] = {}
+    for name, folder in config.adapters:
+        if not name or name in adapters:
+            raise EngineError(f"the adapter name {name!r} is {'given twice' if name else 'empty'}; names must differ")
+        adapters[name] = open_adapter(name, Path(folder), model.decoder_spec)
+    places = min(config.max_loras, len(adapters))
+    logger.info("adapters are ready", adapters=len(adapters), places=places)
+    return AdapterLoader(model, adapters, places)

@@ -1,0 +1,206 @@
+"""Rows with adapters beside each other: each has the tokens of transformers with its adapter merged by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine import (
+    CacheConfig,
+    Engine,
+    EngineConfig,
+    Request,
+    SamplingParams,
+    ScheduleConfig,
+    SpeculationConfig,
+    as_token_ids,
+)  # fmt: skip
+from engine.config import LoraConfig
+from engine.errors import EngineError, RequestRefused, UnsupportedModel
+from engine.native.shapes import ShapeTable
+from engine.scheduler.resume import ANSWERED
+from tests.engine.oracle import Answer, check_equal, greedy_answer, make_prompts, tokens_of
+
+pytestmark = pytest.mark.slow
+
+TinyModel = Callable[[str], Path]
+MAX_TOKENS = 12
+NGRAM = SpeculationConfig("ngram")
+PATHS = ["auto", "paged-sdpa"]
+
+
+class Work:
+    """A tiny model with adapters of several ranks, prompts with and without one, and transformers' answers."""
+
+    def __init__(self, path: Path, adapters: SimpleNamespace, tmp_path: Path, modules: Sequence[str] = ()) -> None:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        modules = modules or adapters.ALL
+        self.path = path
+        self.folders = [
+            adapters.make(model, tmp_path / "a0", 0, rank=4, modules=modules),
+            adapters.make(model, tmp_path / "a1", 1, rank=16, modules=("q_proj", "v_proj", "qkv_proj")),
+            adapters.make(
+                model, tmp_path / "a2", 2, rank=7, modules=modules, ranks={"down_proj": 2}, use_rslora=True,
+                alpha_pattern={"up_proj": 3}, target_modules="all-linear",
+            ),
+            adapters.make(model, tmp_path / "a3", 3, rank=33, modules=modules),
+        ]  # fmt: skip
+        self.prompts = make_prompts(seed=7, count=15, vocab_size=257, shared=20, longest=40)
+        self.names = [None if i % 5 == 4 else f"a{i % 4}" for i in range(15)]
+        self.want: list[Answer] = []
+        for prompt, name in zip(self.prompts, self.names, strict=True):
+            folder = None if name is None else self.folders[int(name[1])]
+            if folder is not None:
+                adapters.merge(model, folder)
+            self.want.append(greedy_answer(model, prompt, MAX_TOKENS, (2,)))
+            if folder is not None:
+                adapters.merge(model, folder, sign=-1)
+
+    def engine(self, max_loras: int = 4, num_blocks: int = 60, **changes: Any) -> Engine:
+        named = tuple((f"a{i}", str(folder)) for i, folder in enumerate(self.folders))
+        config = {
+            "dtype": "float32", "max_model_len": 128, "cache": CacheConfig(num_blocks=num_blocks, block_size=8),
+            "schedule": ScheduleConfig(max_num_seqs=7, max_num_batched_tokens=48),
+        }  # fmt: skip
+        return Engine.load(self.path, EngineConfig(**{**config, "lora": LoraConfig(named, max_loras), **changes}))
+
+    def requests(self) -> list[Request]:
+        params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+        return [
+            Request(str(i), as_token_ids(prompt), params, adapter=name, expected_tokens=1)
+            for i, (prompt, name) in enumerate(zip(self.prompts, self.names, strict=True))
+        ]
+
+    def check(self, engine: Engine) -> None:
+        done = {completion.request_id: completion for completion in engine.run(self.requests())}
+        assert check_equal(self.want, [done[str(i)] for i in range(len(self.prompts))]) < 2
+        engine.scheduler.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def work(tiny_model: TinyModel, adapters: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Work:
+    return Work(tiny_model("llama"), adapters, tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.mark.parametrize("attention", PATHS)
+@pytest.mark.parametrize("max_loras", [4, 1])
+def test_each_row_has_the_tokens_of_its_merged_adapter(work: Work, attention: str, max_loras: int) -> None:
+    engine = work.engine(max_loras, attention=attention)
+    work.check(engine)
+    assert engine.stats().cached > 0  # of the prefix that all prompts share, only by rows with the same adapter
+
+
+def test_rows_are_preempted_resumed_and_drafted_with_their_adapters(work: Work) -> None:
+    tight = CacheConfig(num_blocks=18, block_size=4, prefix_caching=False)
+    ahead, drafting = work.engine(3, cache=tight, async_scheduling=True), work.engine(3, cache=tight, speculation=NGRAM)
+    for engine in (ahead, drafting):
+        work.check(engine)
+        assert engine.stats().preemptions > 0
+    assert ahead.stats().steps_ahead > 0
+    assert drafting.stats().speculation.drafted > 0
+    # An interrupted answer goes on with its adapter.
+    at = next(i for i, name in enumerate(work.names) if name and len(work.want[i].token_ids) == MAX_TOKENS)
+    one = work.requests()[at]
+    ahead.add(one)
+    for _ in range(5):
+        ahead.step()
+    left = ahead.partial(one)
+    assert len(left[0].token_ids) > 0
+    ahead.cancel(one.request_id)
+    while ahead.has_work:
+        ahead.step()
+    resumed = Request(one.request_id, one.prompt_token_ids, one.params, adapter=one.adapter, partial=left)
+    (again,) = ahead.run([resumed])
+    assert again.choices[0].finish_reason in ANSWERED
+    check_equal(work.want[at : at + 1], [again])
+
+
+@pytest.mark.parametrize("family", ["phi3", "cohere", "gemma3", "glm4", "mixtral", "granite", "nemotron"])
+def test_other_families_and_stacked_modules(
+    family: str, tiny_model: TinyModel, adapters: SimpleNamespace, tmp_path: Path
+) -> None:
+    modules = (*adapters.ALL, "qkv_proj", "gate_up_proj")
+    work = Work(tiny_model(family), adapters, tmp_path, modules)
+    for attention in PATHS:
+        work.check(work.engine(2, attention=attention))
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantized_bases_add_the_same_low_rank_products(
+    work: Work, quantize: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a base that the kernels multiply as integers, and one with the same rounded weights by torch's operators:
+    monkeypatch.setattr(ShapeTable, "int8_is_faster", lambda *_: True)
+    engine = work.engine(4, quantize=quantize)
+    plain = work.engine(4, quantize=quantize, attention="paged-sdpa")
+    request = work.requests()[0]
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=256)
+
+    def logprobs(engine: Engine, adapter: str | None) -> torch.Tensor:
+        (done,) = engine.run([Request("r", request.prompt_token_ids, params, adapter=adapter)])
+        found = done.choices[0].logprobs or done.choices[0].end_logprobs
+        assert found is not None
+        order = found.top_ids[0].argsort()
+        return torch.from_numpy(found.top[0][order])
+
+    # when a token is computed with an adapter, they agree as they do without.
+    for adapter in (None, "a0", "a3"):
+        near = (logprobs(engine, adapter) - logprobs(plain, adapter)).abs().mean()
+        far = (logprobs(engine, adapter) - logprobs(plain, "a1")).abs().mean()
+        assert near < far / 10
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_has_the_same_tokens_alone_and_in_any_batch(work: Work, dtype: str) -> None:
+    batched, alone = work.engine(4, dtype=dtype), work.engine(1, dtype=dtype)
+    done = {completion.request_id: tokens_of(completion) for completion in batched.run(work.requests())}
+    assert "native" in batched.attention_name
+    for request in work.requests():
+        (one,) = alone.run([request])
+        assert tokens_of(one) == done[request.request_id]
+
+
+def test_many_adapters_go_through_few_places(work: Work, adapters: SimpleNamespace, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(work.path, dtype=torch.float32)
+    named = tuple((f"c{i}", str(adapters.make(model, tmp_path / f"c{i}", i, rank=2))) for i in range(200))
+    engine = work.engine(lora=LoraConfig(named, max_loras=8))
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    requests = [
+        Request(f"{name}-{turn}", as_token_ids(work.prompts[turn]), params, adapter=name)
+        for turn in range(2)
+        for name, _ in named
+    ]
+    used = 0
+    for request in requests:
+        engine.add(request)
+    done: dict[str, list[int]] = {}
+    while engine.has_work:
+        done.update((one.request_id, tokens_of(one)) for one in engine.step())
+        used = max(used, engine.scheduler.places.num_used)
+        engine.scheduler.check_integrity()
+    assert len(done) == 400
+    assert used <= 8
+    loaded = engine._runner._model._adapters._stored  # type: ignore[attr-defined]
+    assert len(loaded) == 8
+    assert len({tuple(tokens) for tokens in done.values()}) > 100
+
+
+def test_an_unknown_adapter_is_refused_with_the_names_that_there_are(work: Work, tiny_model: TinyModel) -> None:
+    engine = work.engine()
+    request = Request("r", as_token_ids([5, 6, 7]), adapter="b0")
+    with pytest.raises(RequestRefused, match="there is no adapter 'b0'; there are: a0, a1, a2, a3"):
+        engine.add(request)
+    with pytest.raises(EngineError, match="'a0' is given twice"):
+        work.engine(lora=LoraConfig((("a0", str(work.folders[0])),) * 2))
+    with pytest.raises(EngineError, match="max_loras is 0"):
+        work.engine(0)
+    with pytest.raises(UnsupportedModel, match="which transformers' code computes"):
+        work.engine(own_models=False)
+    with pytest.raises(EngineError, match="several devices share"):
+        work.engine(tensor_parallel=2)
