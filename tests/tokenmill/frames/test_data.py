@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,9 @@ ADDED = pa.table({
     "answer": pa.DictionaryArray.from_arrays(pa.array([1, None, 0], pa.int32()), pa.array(["no", "yes", "it's"])),
     "parsed": pa.array([{"n": 1, "l": ["a"]}, None, {"n": None, "l": []}]),
     "listed": pa.array([["a"], None, []], pa.list_(pa.string())),
+    "vector": pa.array([[0.5, 1], None, [2, 3]], pa.list_(pa.float32(), 2)),
+    "empty": pa.nulls(3),
+    "number": pa.array([0.25, None, 1.0]),
     "is_true": pa.array([True, None, False]),
     "tokens": pa.array([7, None, 9], pa.int32()),
 })  # fmt: skip
@@ -59,56 +62,111 @@ def relation() -> Any:
     )
 
 
-def test_given_an_arrow_table_when_columns_are_added_then_the_others_are_as_they_were() -> None:
-    answered = open_frame(TABLE).with_columns(ADDED)
-
-    assert answered.select(TABLE.column_names).equals(TABLE)
-    assert answered.select(ADDED.column_names).equals(ADDED)
+def arrow_types(table: pa.Table) -> dict[str, Any]:
+    return {field.name: field.type for field in table.schema}
 
 
-def test_given_a_polars_frame_when_columns_are_added_then_types_and_values_stay() -> None:
-    frame = pl.DataFrame(pl.from_arrow(TABLE)).with_columns(pl.col("grade").cast(pl.Enum(["low", "mid", "high"])))
-
-    answered = open_frame(frame).with_columns(ADDED)
-
-    assert answered.select(frame.columns).equals(frame)
-    assert answered.schema["grade"] == pl.Enum(["low", "mid", "high"])
-    assert answered.schema["answer"] == pl.Enum(["no", "yes", "it's"])
-    assert answered.schema["parsed"] == pl.Struct({"n": pl.Int64, "l": pl.List(pl.String)})
-    assert answered.select(ADDED.column_names).to_dicts() == ANSWERS
+def relation_types(given: Any) -> dict[str, str]:
+    return dict(zip(given.columns, map(str, given.types), strict=True))
 
 
-def test_given_a_pandas_frame_when_columns_are_added_then_index_types_and_values_stay() -> None:
-    frame = TABLE.to_pandas().set_axis([5, 5, 1])
-    before = frame.copy(deep=True)
+def dataset() -> Any:
+    import datasets  # noqa: PLC0415  # takes seconds
 
-    answered = open_frame(frame).with_columns(ADDED)
-
-    pd.testing.assert_frame_equal(answered[frame.columns], before)
-    pd.testing.assert_frame_equal(frame, before)
-    assert answered["grade"].dtype == before["grade"].dtype
-    assert list(answered["answer"].cat.categories) == ["no", "yes", "it's"]
-    assert answered["tokens"].dtype == pd.Int32Dtype()
-    assert answered["is_true"].dtype == pd.BooleanDtype()
-    found = [
-        {name: None if value is pd.NA or value != value else value for name, value in row.items()}
-        for row in answered[ADDED.column_names].astype(object).to_dict("records")
-    ]
-    assert found == ANSWERS
+    kinds = datasets.Features.from_arrow_schema(SCHEMA.remove(SCHEMA.get_field_index("grade")))
+    kinds["grade"] = datasets.ClassLabel(names=["low", "mid", "high"])
+    return datasets.Dataset.from_list(ROWS, kinds)
 
 
-def test_given_a_relation_when_columns_are_added_then_it_is_one_of_the_same_connection_and_types() -> None:
-    given = relation()
+def polars_frame() -> pl.DataFrame:
+    return pl.DataFrame(pl.from_arrow(TABLE)).with_columns(pl.col("grade").cast(pl.Enum(["low", "mid", "high"])))
+
+
+Kind = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], dict[str, Any]], dict[str, Any]]
+KINDS: dict[str, Kind] = {
+    # How it is made, a comparable form of it, its types, and those of new columns.
+    "arrow": (lambda: TABLE, lambda found: found, arrow_types, arrow_types(ADDED)),
+    "pandas": (
+        lambda: TABLE.to_pandas().set_axis([5, 5, 1]),
+        lambda found: found.astype(object).where(found.notna(), None).to_dict("tight"),
+        lambda found: {name: str(found[name].dtype) for name in found},
+        {
+            "answer": "category", "parsed": "object", "listed": "object", "vector": "object", "empty": "object",
+            "number": "float64", "is_true": "boolean", "tokens": "Int32",
+        },
+    ),
+    "polars": (
+        polars_frame, lambda found: found.to_dicts(), lambda found: dict(found.schema),
+        {
+            "answer": pl.Enum(["no", "yes", "it's"]), "parsed": pl.Struct({"n": pl.Int64, "l": pl.List(pl.String)}),
+            "listed": pl.List(pl.String), "vector": pl.Array(pl.Float32, 2), "empty": pl.Null, "number": pl.Float64,
+            "is_true": pl.Boolean, "tokens": pl.Int32,
+        },
+    ),
+    "duckdb": (
+        relation, lambda found: found.fetchall(), relation_types,
+        {
+            "answer": "ENUM('no', 'yes', 'it''s')", "parsed": "STRUCT(n BIGINT, l VARCHAR[])", "listed": "VARCHAR[]",
+            "vector": "FLOAT[2]", "empty": '"NULL"', "number": "DOUBLE", "is_true": "BOOLEAN", "tokens": "INTEGER",
+        },
+    ),
+    "datasets": (
+        dataset, lambda found: found.to_list(), lambda found: {name: str(one) for name, one in found.features.items()},
+        {
+            "answer": "ClassLabel(names=['no', 'yes', \"it's\"])",
+            "parsed": "{'n': Value('int64'), 'l': List(Value('string'))}", "listed": "List(Value('string'))",
+            "vector": "List(Value('float32'), length=2)", "empty": "Value('null')", "number": "Value('float64')",
+            "is_true": "Value('bool')", "tokens": "Value('int32')",
+        },
+    ),
+}  # fmt: skip
+
+
+def only(frame: Any, names: Sequence[str]) -> Any:
+    """The frame's columns of these names."""
+    if hasattr(frame, "select_columns"):
+        return frame.select_columns(list(names))
+    if isinstance(frame, duckdb.DuckDBPyRelation):
+        return frame.select(*names)
+    return frame[list(names)] if isinstance(frame, pd.DataFrame) else frame.select(list(names))
+
+
+def cells(frame: Any, names: Sequence[str]) -> list[dict[str, Any]]:
+    return list(open_frame(frame).cells(names))
+
+
+@pytest.mark.parametrize("name", [*list(KINDS)[:-1], pytest.param("datasets", marks=pytest.mark.slow)])
+def test_given_any_kind_when_columns_are_added_then_its_own_are_as_they_were_and_new_ones_have_its_types(
+    name: str,
+) -> None:
+    make, comparable, types, wanted = KINDS[name]
+    given = make()
+    before, own = comparable(given), types(given)
 
     answered = open_frame(given).with_columns(ADDED)
 
-    types = dict(zip(answered.columns, map(str, answered.types), strict=True))
-    assert [types[name] for name in given.columns] == [str(kind) for kind in given.types]
-    assert types["answer"] == "ENUM('no', 'yes', 'it''s')"
-    assert types["parsed"] == "STRUCT(n BIGINT, l VARCHAR[])"
-    assert answered.select(*given.columns).fetchall() == given.fetchall()
-    found = [dict(zip(ADDED.column_names, row, strict=True)) for row in answered.select(*ADDED.column_names).fetchall()]
-    assert found == ANSWERS
+    assert type(answered) is type(given)
+    assert types(answered) == {**own, **wanted}
+    names = list(own)
+    assert comparable(only(answered, names)) == before == comparable(given)
+    new = [{key: _plain(value) for key, value in row.items()} for row in cells(answered, ADDED.column_names)]
+    assert new == ANSWERS
+    assert cells(answered, names) == cells(given, names)
+    # And again, with the columns that the first call made,
+    again = open_frame(answered).with_columns(ADDED.rename_columns([f"{one}_2" for one in ADDED.column_names]))
+    assert types(again) == {**own, **wanted, **{f"{one}_2": kind for one, kind in wanted.items()}}
+    assert comparable(only(again, [*names, *wanted])) == comparable(answered)
+    # and in Arrow's types, as Parquet stores them.
+    stored = open_frame(answered).to_arrow()
+    assert (stored.schema.field("day").type, stored.schema.field("number").type) == (pa.date32(), pa.float64())
+    assert stored.select(["day", "parsed", "number"]).to_pylist() == [
+        {"day": row["day"], "parsed": new["parsed"], "number": new["number"]}
+        for row, new in zip(ROWS, ANSWERS, strict=True)
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def test_given_a_list_of_dicts_when_columns_are_added_then_keys_that_a_row_lacks_stay_away() -> None:
