@@ -32,8 +32,9 @@ from schemas.settings.answers import AnswerOptions
 
 MERGED_AT_ONCE: Final = 16
 """Segments of similar size that are merged to one; so each key is rewritten a few times at most."""
-_SPACES_IN_MEMORY: Final = 4
-"""Of a full tenant's size; of more the least recently used are dropped."""
+_FULL_SPACES_IN_MEMORY: Final = 4
+_SPACES_IN_MEMORY: Final = 1_000
+"""Beyond either, the least recently used are dropped."""
 
 AnswerCount = Literal["hit", "miss", "damaged", "bytes"]
 """Lookups by result, and bytes written: segments of keys, and answers over HTTP."""
@@ -149,6 +150,7 @@ class AnswerIndex:
         with known.lock:
             if self._clock.monotonic() >= known.refresh_at:
                 self._load(space, known)
+                self._drop_unused()
                 known.refresh_at = self._clock.monotonic() + self._refresh_seconds
             return list(known.segments.values())
 
@@ -176,10 +178,17 @@ class AnswerIndex:
         with self._lock:
             known = self._spaces.setdefault(space, _Space())
             self._spaces.move_to_end(space)
-            most = _SPACES_IN_MEMORY * self.options.max_tenant_answers
-            while len(self._spaces) > 1 and sum(one.num_keys for one in self._spaces.values()) > most:
-                self._spaces.popitem(last=False)
             return known
+
+    def _drop_unused(self) -> None:
+        with self._lock:
+            sizes = [space.num_keys for space in self._spaces.values()]
+            most, total = _FULL_SPACES_IN_MEMORY * self.options.max_tenant_answers, sum(sizes)
+            for size in sizes[:-1]:
+                if total <= most and len(self._spaces) <= _SPACES_IN_MEMORY:
+                    break
+                self._spaces.popitem(last=False)
+                total -= size
 
 
 def find_or_none(index: AnswerIndex, space: str, keys: Sequence[bytes]) -> list[AnswerFile | None]:

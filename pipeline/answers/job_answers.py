@@ -187,17 +187,18 @@ def _store_parts(
     parts: Sequence[tuple[PartEntry, FileEntry]],
     policies: str | None,
 ) -> None:
-    keys, files, sources = bytearray(), list[int](), list[AnswerFile]()
+    keys, counts, sources = bytearray(), list[int](), list[AnswerFile]()
     for part, file in parts:
         found = _keys_of(ledger, part)
         if found:
-            files += [len(sources)] * (len(found) // KEY_BYTES)
             keys += found
+            counts.append(len(found) // KEY_BYTES)
             sources.append(
                 AnswerFile(key=ledger.prefix + file.path, sha256=file.sha256, at=manifest.finished_at, origin=job.id)
             )
     if sources:
-        segment = KeySegment.of(np.frombuffer(bytes(keys), dtype=KEY_TYPE), np.array(files, dtype=np.int32), sources)
+        files = np.repeat(np.arange(len(sources), dtype=np.int32), counts)
+        segment = KeySegment.of(np.frombuffer(bytes(keys), dtype=KEY_TYPE), files, sources)
         index.write(answer_space(job.tenant, policies), segment, hashlib.sha256(job.id.encode()).hexdigest()[:16])
 
 

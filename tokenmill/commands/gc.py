@@ -44,8 +44,8 @@ def collect(
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
-    """Remove expired objects: leftovers of jobs that have ended, results past their retention and, on request, older
-    results and dead letters.
+    """Remove expired objects: leftovers of jobs that have ended, results and stored answers past their retention and,
+    on request, older results and dead letters.
 
     A job that is open is never touched, and a job's order and outcome stay for ever. It may be stopped at any moment;
     the next one goes on. Safe while everything else runs; 'serve' and 'dispatcher' do it once a day by themselves.

@@ -90,8 +90,8 @@ class ResponseCache:
                 size = store_responses(self.index, space, answers)
                 self._bound(space, size)
                 self.index.merge(space)
-            except StoreError as error:
-                logger.warning("answers_not_stored", reason=str(error))
+            except Exception as error:  # noqa: BLE001 - answers that aren't stored are computed again
+                logger.warning("answers_not_stored", reason=f"{type(error).__name__}: {error}")
 
     def _bound(self, space: str, added_bytes: int) -> None:
         """Remove the oldest responses of a tenant that has too many bytes of them. Raises `StoreError`."""

@@ -17,6 +17,7 @@ from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.answers.index import MERGED_AT_ONCE, AnswerIndex
 from pipeline.dispatcher.dispatcher import Dispatcher
+from pipeline.gateway.inference.response_cache import ResponseCache
 from pipeline.inputs.open import open_pinned
 from pipeline.inputs.pinning import pin_input
 from pipeline.jobs.planning import plan_open_job
@@ -26,6 +27,7 @@ from pipeline.maintenance.retention import RetentionSettings, RetentionSweep
 from pipeline.models.catalog import Catalog
 from pipeline.models.stored_answers import open_answers
 from pipeline.worker_client.shard_client import ShardClient
+from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.job import JobSettings
 from schemas.jobs.outcome import JobStatus, Manifest
 from schemas.models import CatalogEntry
@@ -48,12 +50,14 @@ class Installation:
 
     Attributes:
         policies: the content policies of the worker, which the catalog names.
+        response: of each row that succeeds; None: as `computed` makes it.
     """
 
     def __init__(self, scratch: Path, options: AnswerOptions) -> None:
         self.world = simulated_world(scratch)
         self.options = options
         self.policies: str | None = None
+        self.response: dict[str, Any] | None = None
 
     @property
     def objects(self) -> dict[str, bytes]:
@@ -80,7 +84,12 @@ class Installation:
             dispatcher.tick()
             while (work := client.take(0)) is not None:
                 facts = {} if self.policies is None else {"content_policies": f"rules ({self.policies})"}
-                client.commit(work, computed(work, mark=f" of {job.id}"), replace(report(work), engine=facts))
+                finished = computed(work, mark=f" of {job.id}")
+                if self.response is not None:
+                    text = json.dumps(self.response)
+                    rows = [replace(row, response=row.response and text) for row in finished.rows]
+                    finished = FinishedRows(rows, finished.usages)
+                client.commit(work, finished, replace(report(work), engine=facts))
             self.pass_time(seconds=1)
         manifest = ledger.manifest()
         assert manifest is not None
@@ -146,6 +155,19 @@ def test_given_another_tenant_policy_or_wish_when_planned_then_it_finds_nothing(
     sampled = [line(number, temperature=1.0) for number in range(10)]
     root.run("sampled", sampled, cache=True)
     assert reused(root.run("sampled-again", sampled, cache=True)) == 0, "each draw is another"
+
+
+def test_given_an_ended_job_when_a_row_is_requested_over_http_then_it_is_found(root: Installation) -> None:
+    root.response = {"model": "tiny", "choices": [{"finish_reason": "stop", "text": "hi"}], "usage": {}}
+    root.run("first", [line(number) for number in range(10)])
+    cache = ResponseCache(AnswerIndex(root.world.store, root.world.clock, root.options), root.world.clock)
+    for row in all_rows(root.ledger("first")):
+        key = bytes.fromhex(row["request_key"])
+        found = cache.find("a", None, key)
+        assert found == (
+            {**root.response, "usage": {"tokenmill_cached": True}} if row["status"] == "succeeded" else None
+        )
+        assert cache.find("b", None, key) is None
 
 
 def test_given_retention_when_it_has_passed_then_answers_are_computed_and_gc_removes_them(root: Installation) -> None:

@@ -17,18 +17,24 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.adapters.system_clock import SystemClock
+from pipeline.answers.http_answers import NewAnswer, store_responses
+from pipeline.answers.index import AnswerIndex, AnswerStoreCounts
+from pipeline.answers.segments import answer_space
 from pipeline.dispatcher.dispatch_counts import DispatchMetrics
 from pipeline.inputs.pinning import pin_input
 from pipeline.jobs.planning import PlanningCancelled, PlanningFailed, PlanOutcome
 from pipeline.jobs.submit import submit
 from pipeline.ledger.ledger import JobLedger
+from pipeline.models.catalog import Catalog
 from pipeline.ports import PipelineError
 from pipeline.routing.loads import ModelLoad
 from pipeline.routing.rules import RuleRouter
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.job import Closing, JobSettings
 from schemas.jobs.outcome import JobStatus, Manifest
+from schemas.models import CatalogEntry
 from schemas.requests.limits import PlanSettings
+from schemas.settings.answers import AnswerOptions
 from schemas.settings.settings import Settings
 from schemas.virtual_models import Conditions, LabelCondition, Rule, VirtualModel
 from tests.pipeline.made_jobs import MODELS, PIN, computed, order, report
@@ -73,10 +79,10 @@ def pool(root: Root, clock: ManualClock) -> Iterator[PlannerPool]:
     assert not pool.pids
 
 
-def submitted(root: Root, name: str, file: Path) -> JobLedger:
+def submitted(root: Root, name: str, file: Path, *, cache: bool | None = None) -> JobLedger:
     ledger = root.ledger(name)
     settings = JobSettings(plan=PlanSettings(first_segment_rows=100))
-    submit(order(input=pin_input(file), settings=settings), ledger, root.world, job_id=name)
+    submit(order(input=pin_input(file), settings=settings, cache=cache), ledger, root.world, job_id=name)
     return ledger
 
 
@@ -88,6 +94,27 @@ def requests(path: Path, rows: int = 3) -> Path:
     )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+@pytest.mark.slow
+def test_a_planner_process_takes_stored_answers_and_reports_its_lookups(
+    root: Root, clock: ManualClock, tmp_path: Path
+) -> None:
+    world, counts = root.world, AnswerStoreCounts()
+    Catalog(world.store).publish(CatalogEntry(pin=PIN, max_model_len=512))
+    file = requests(tmp_path / "in.jsonl")
+    file.write_text(file.read_text().replace('"max_tokens"', '"temperature": 0, "max_tokens"'))
+    pool = PlannerPool(root.url, "test", "text", MEMORY, STUCK_SECONDS, clock, answers=counts)
+    first, second = submitted(root, "first", file, cache=True), submitted(root, "second", file, cache=True)
+    pool.plan(first, in_time=True)
+    (segment,) = first.segments()
+    keys = pq.read_table(pa.BufferReader(first.read_shard(segment.shards[0])))["request_hash"].to_pylist()
+    answer = NewAnswer(keys[1], {"model": "tiny", "choices": [{"text": "hi"}]}, "http-1", world.clock.now())
+    store_responses(AnswerIndex(world.store, world.clock, AnswerOptions()), answer_space("default", None), [answer])
+    pool.plan(second, in_time=True)
+    pool.close()
+    assert (segment.reused, next(second.segments()).reused) == (0, 1)
+    assert counts.snapshot() == {"hit": 1, "miss": 5}
 
 
 @pytest.mark.slow

@@ -329,6 +329,18 @@ def test_given_a_store_that_is_away_then_responses_are_computed(monkeypatch: pyt
     assert [log["event"] for log in logs] == ["answers_not_stored", "stored_answers_unavailable"]
 
 
+@pytest.mark.parametrize("encoded", [[0.5, -1.0], "AAAAPwAAgL8="], ids=["numbers", "base64"])
+def test_given_an_embedding_then_its_stored_row_has_the_vector(encoded: Any) -> None:
+    store = MemoryStore()
+    cache = open_cache(store)
+    response = {"model": "tiny", "data": [{"index": 0, "embedding": encoded}], "usage": {"total_tokens": 1}}
+    cache.add("a", None, KEY, response, "http-1")
+    cache.flush()
+    (name,) = [name for name in store.objects if "http/" in name]
+    (row,) = pq.read_table(io.BytesIO(store.objects[name])).to_pylist()
+    assert (row["embedding"], row["text"], row["status"]) == ([0.5, -1.0], None, "succeeded")
+
+
 @pytest.mark.slow
 def test_given_an_answer_over_http_then_the_same_row_of_a_job_takes_it(harness: HttpHarness) -> None:
     answer = harness.client().chat.completions.create(**HELLO, **CACHED)
