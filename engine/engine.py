@@ -232,6 +232,9 @@ class Engine:
     """Continuous batching over one model.
 
     Feed it with `add` and call `step` until `has_work` is false, or give `run` an iterable of requests.
+
+    Attributes:
+        adapters: names of the adapters that requests may name -> 16 bytes that identify them.
     """
 
     def __init__(
@@ -273,6 +276,7 @@ class Engine:
             rope_original_max=spec.rope_original_max,
             places=places,
         )
+        self.adapters = {} if places is None else places.digests
         self._second_tier = second_tier
         if second_tier is not None:
             self.scheduler.use_tiers(second_tier.host, second_tier.imported, second_tier.disk, second_tier.max_loads)

@@ -20,7 +20,9 @@ class ModelPin(StoredModel):
     Attributes:
         name: the model's name in requests (`body.model`).
         source: folder, GGUF file or hub name of its weights.
-        digest: of the weight files, "sha256:…".
+        digest: of the weight files, "sha256:…"; with an adapter of its files, too.
+        adapter: folder of the adapter that is computed with the weights; None: they are alone.
+        base_digest: of the weight files without the adapter's; None: there is none.
         revision: of a hub repository.
         quantization: of the weights at load; "none": as they are stored, "int8" quantizes activations too.
         kv_dtype: of the KV cache; "auto" is the dtype's.
@@ -42,6 +44,20 @@ class ModelPin(StoredModel):
     engine_version: str | None = None
     engine_options: tuple[str, ...] = ()
     sampling_defaults: SamplingDefaults | None = None
+    adapter: str | None = None
+    base_digest: str | None = None
+
+    def with_adapter(self, name: str, folder: str, digest: str) -> ModelPin:
+        """The pin of one of the model's adapters, by its name in requests; `digest`: of its files."""
+        both = sha256(f"{self.digest}\0adapter {digest}".encode()).hexdigest()
+        return self.model_copy(
+            update={"name": name, "adapter": folder, "digest": f"sha256:{both}", "base_digest": self.digest}
+        )
+
+    @property
+    def base_key(self) -> str:
+        """The key of the model without an adapter: one that is loaded serves all pins that have the same."""
+        return self.key if self.adapter is None else self.model_copy(update={"digest": self.base_digest}).key
 
     @property
     def key(self) -> str:

@@ -168,6 +168,12 @@ def tiny_encoders() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def adapters() -> ModuleType:
+    """The module that makes adapters, and merges them into models."""
+    return _module("adapter_files")
+
+
+@pytest.fixture(scope="session")
 def embedding_model(tmp_path_factory: pytest.TempPathFactory, tiny_encoders: ModuleType) -> Path:
     """A BERT of random weights that makes vectors of 32 numbers from up to 24 tokens. Do not change it."""
     folder = tmp_path_factory.mktemp("models") / "embeds"

@@ -21,12 +21,13 @@ class AdapterPlaces:
         max_loras: places.
 
     Attributes:
+        digests: as given.
         names: [max_loras], of the adapter in each place, or None.
         draining: the adapter whose place is to become free; None: there is none.
     """
 
     def __init__(self, digests: Mapping[str, bytes] | None = None, max_loras: int = 0) -> None:
-        self._digests = dict(digests or {})
+        self.digests = dict(digests or {})
         self.names: list[str | None] = [None] * max_loras
         self.draining: str | None = None
         self._draining_for = 0
@@ -35,13 +36,13 @@ class AdapterPlaces:
 
     def check(self, name: str | None) -> None:
         """Raise `RequestRefused` if there is no such adapter."""
-        if name is not None and name not in self._digests:
-            known = ", ".join(sorted(self._digests)) or "none"
+        if name is not None and name not in self.digests:
+            known = ", ".join(sorted(self.digests)) or "none"
             raise RequestRefused(f"there is no adapter {name!r}; there are: {known}")
 
     def digest(self, name: str | None) -> bytes:
         """Return what identifies an adapter: keys and values depend on it. Empty: there is none."""
-        return b"" if name is None else self._digests[name]
+        return b"" if name is None else self.digests[name]
 
     def place(self, name: str | None) -> int:
         """Return the place of a running row's adapter; -1: it has none."""

@@ -222,7 +222,7 @@ def _facts(order: Job | JobOrder) -> Iterator[tuple[str, Any]]:
         name = "model" if len(order.models) == 1 else f"models[{index}]"
         facts = pin.model_dump(mode="json")
         if pin.digest is not None:  # the same weights may lie elsewhere
-            del facts["source"]
+            del facts["source"], facts["adapter"]
         yield from _flat(name, facts)
     yield from _flat("settings", order.settings.model_dump(mode="json", exclude={"rows"}))
     yield "settings.rows", order.settings.rows and str(order.settings.rows)

@@ -115,8 +115,9 @@ class Job(StoredModel):
 
     @property
     def only_model(self) -> str | None:
-        """The model of requests that name none; None: there are several. A virtual one must be named."""
-        return self.models[0].name if self.settings.model is None and len(self.models) == 1 else self.settings.model
+        """The model of requests that name none; None: there are several. Adapters and virtual ones must be named."""
+        own = [model.name for model in self.models if model.adapter is None]
+        return own[0] if self.settings.model is None and len(own) == 1 else self.settings.model
 
     def model_named(self, name: str) -> ModelPin | None:
         """The pin that requests with this `model` run on."""

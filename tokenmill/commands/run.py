@@ -9,6 +9,7 @@ import typer
 
 from tokenmill.config.cli_options import (
     Accept,
+    Adapters,
     Agreement,
     ChatTemplate,
     ContentPolicies,
@@ -30,6 +31,7 @@ from tokenmill.config.cli_options import (
     KvDTypeOption,
     KvOffloadingSize,
     MaxCost,
+    MaxLoras,
     MaxNumBatchedTokens,
     MaxNumSeqs,
     MaxOutputTokens,
@@ -74,6 +76,8 @@ def run(
     tier: Annotated[Tier, typer.Option(help="How urgent the job is.")] = "standard",
     deadline: Deadline = None,
     max_cost: MaxCost = None,
+    adapter: Adapters = None,
+    max_loras: MaxLoras = 8,
     engine_name: EngineOption = None,
     engine_option: EngineOptionValues = None,
     dtype: DTypeOption = "auto",
@@ -147,6 +151,8 @@ def run(
         )
     if prompt is not None and then is not None:
         raise typer.BadParameter("takes no cascade (--then)", param_hint="--prompt")
+    if adapter and (prompt is not None or then is not None):
+        raise typer.BadParameter("takes neither a table (--prompt) nor a cascade (--then)", param_hint="--adapter")
     if dry_run and (chat_template is not None or reuse is not None):
         raise typer.BadParameter("takes no other --chat-template, and no --reuse", param_hint="--dry-run")
     settings, out = read_settings(), out.expanduser()
@@ -158,7 +164,7 @@ def run(
         kv_dtype=kv_dtype, speculate=speculate, tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel, micro_batches=micro_batches,
         expert_parallel=expert_parallel, replicas=replicas, engine=engine_name,
-        engine_option=engine_option, generation_config=generation_config,
+        engine_option=engine_option, generation_config=generation_config, adapter=adapter, max_loras=max_loras,
     )  # fmt: skip
     chat = job_options.chat_options(chat_template, reasoning_parser, thinking_token_budget, score_tokens)
     wanted = job_options.job_settings(

@@ -176,6 +176,19 @@ SpeculateOption = Annotated[
         "Default: TOKENMILL_SPECULATE, else auto.",
     ),
 ]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME=FOLDER",
+        help="A LoRA adapter of the model, as PEFT saves it. Requests choose it by NAME instead of the model's name. "
+        "May be repeated: rows with different adapters are computed together.",
+    ),
+]
+MaxLoras = Annotated[
+    int,
+    typer.Option(min=1, help="Maximum adapters that are loaded at a time; rows with others wait."),
+]
 GenerationConfigOption = Annotated[
     GenerationConfig | None,
     typer.Option(

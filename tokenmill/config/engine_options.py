@@ -15,6 +15,7 @@ from engine.config import (
     DType,
     EngineConfig,
     KVDType,
+    LoraConfig,
     Quantize,
     ScheduleConfig,
     SloConfig,
@@ -65,6 +66,8 @@ class EngineOptions:
     engine: Engine = "auto"
     vllm: Mapping[str, Any] = field(default_factory=dict)  # its own options, by name
     vllm_given: bool = False  # whether a command's option is among these
+    adapters: tuple[tuple[str, str], ...] = ()  # as in LoraConfig
+    max_loras: int = LoraConfig().max_loras
     vllm_python: Path | None = None  # of an environment with vLLM
 
     def config(
@@ -103,6 +106,7 @@ class EngineOptions:
             ),
             schedule=ScheduleConfig(self.max_num_seqs, self.max_num_batched_tokens, slo=self.slo, needed_seqs=rows),
             speculation=self._speculation(),
+            lora=LoraConfig(self.adapters, self.max_loras),
         )
 
     @property
@@ -156,10 +160,12 @@ def engine_options(
     engine_option: Sequence[str] | None = None,
     generation_config: GenerationConfig | None = None,
     role: Role = "both",
+    adapter: Sequence[str] | None = None,
+    max_loras: int = LoraConfig().max_loras,
 ) -> EngineOptions:
     """The engine's options, from a command's options and the settings. `kv_cache_memory`, `kv_offloading_size` and
     `kv_cache_dir_size` in bytes; `speculate`, `engine` and `generation_config`: None is the settings' one;
-    `engine_option`: NAME=VALUE of vLLM, over the settings' ones.
+    `engine_option`: NAME=VALUE of vLLM, over the settings' ones; `adapter`: NAME=FOLDER of each adapter.
 
     Raises:
         ModelError: there is no such draft model or head.  InvalidOption: vLLM's options can't be set so.
@@ -202,7 +208,20 @@ def engine_options(
         vllm=parse_options(settings.vllm.options | vllm),
         vllm_given=bool(engine_option),
         vllm_python=settings.vllm.python,
+        adapters=_adapters(adapter or ()),
+        max_loras=max_loras,
     )
+
+
+def _adapters(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Names and folders of adapters. Raises `UserError` where a name is given twice, or a folder is missing."""
+    named = named_values(given, "--adapter", "polite=adapters/polite")
+    if len(named) < len(given):
+        raise UserError("--adapter: two adapters have one name; give each a name of its own")
+    for name, folder in named.items():
+        if not Path(folder).expanduser().is_dir():
+            raise UserError(f"--adapter {name}={folder}: there is no such folder")
+    return tuple((name, str(Path(folder).expanduser().resolve())) for name, folder in named.items())
 
 
 def named_values(given: Sequence[str], option: str, example: str) -> dict[str, str]:

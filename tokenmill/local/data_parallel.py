@@ -67,10 +67,11 @@ def _compute(
                 stop.begin()
             return model
 
-        def client(pin: ModelPin) -> ShardClient:
+        def client(pins: Sequence[ModelPin]) -> ShardClient:
             return ShardClient(
                 f"local-{number}", world, lambda _: ledger, queue, heartbeats,
-                lambda: bool(line.call("finished")), models=[pin.key], price_per_hour=plan.price_of_worker,
+                lambda: bool(line.call("finished")), models=[pin.key for pin in pins],
+                price_per_hour=plan.price_of_worker,
             )  # fmt: skip
 
         def observe(turn: int) -> RotationObserver:

@@ -7,7 +7,7 @@ dispatcher on its own, so that a long engine step never delays it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,11 +72,11 @@ class EmbeddedWork:
     finished: Callable[[], bool]
     price_per_hour: float | None = None
 
-    def client(self, pin: ModelPin) -> ShardClient:
-        """A client for a worker in this process, with one of the job's models."""
+    def client(self, pins: Sequence[ModelPin]) -> ShardClient:
+        """A client for a worker in this process, with those of the job's models."""
         return ShardClient(
             WORKER, self.output.world, lambda _: self.output.ledger, self.queue, self.heartbeats, self.finished,
-            models=[pin.key], price_per_hour=self.price_per_hour,
+            models=[pin.key for pin in pins], price_per_hour=self.price_per_hour,
         )  # fmt: skip
 
 

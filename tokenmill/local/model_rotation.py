@@ -25,7 +25,7 @@ from workers.shards.worker import ShardWorker
 def compute_in_rotation(
     models: Sequence[ModelPin],
     load: Callable[[ModelPin, int], LoadedModel],
-    make_client: Callable[[ModelPin], ShardClient],
+    make_client: Callable[[Sequence[ModelPin]], ShardClient],
     observe: Callable[[int], WorkerObserver],
     queue: ShardQueue,
     clock: Clock,
@@ -37,16 +37,19 @@ def compute_in_rotation(
     Args:
         models: in order of rotation.
         load: loads a model for the turn of this number, from 0.
-        make_client: creates the source and sink of a model's shards.
+        make_client: creates the source and sink of the shards of a model and of its adapters.
         observe: creates the observer of the turn of this number; a turn's counts begin at 0.
 
     Raises what loading and `ShardWorker.run` raise.
     """
-    pins = {pin.key: pin for pin in reversed(models)}  # names of the same weights share a queue: the first one loads
-    turns = ModelRotation(list(dict.fromkeys(pin.key for pin in models)), queue, None, clock, switch_after=math.inf)
+    served: dict[str, list[ModelPin]] = {}  # names of the same weights share a queue, and adapters their model
+    for pin in models:
+        served.setdefault(pin.base_key, []).append(pin)
+    turns = ModelRotation(list(served), queue, None, clock, switch_after=math.inf)
     for turn in count():
-        pin = pins[turns.loaded]
-        model, client = load(pin, turn), make_client(pin)
+        pins = served[turns.loaded]
+        base = next((pin for pin in pins if pin.adapter is None), pins[0])
+        model, client = load(base, turn), make_client(pins)
         turns.begin()
         with frozen_heap():
             source = RotatingShardSource(client, turns)

@@ -33,6 +33,7 @@ from tokenmill.config.former import FormerUnusable, open_former
 from tokenmill.config.inputs import open_input
 from tokenmill.config.job_options import ChosenModel, token_counter
 from tokenmill.errors import ModelError
+from tokenmill.local.adapters import adapter_pins
 from tokenmill.local.data_parallel import divide
 from tokenmill.local.embedded import EmbeddedWork, Output, dispatch, open_output
 from tokenmill.local.model_rotation import compute_in_rotation
@@ -75,6 +76,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
     only_name = plan.settings.model or (plan.models[0].name if len(plan.models) == 1 else None)
     open_source(open_input(plan.inputs).files(), plan.inputs.format, plan.settings.limits, only_name)
     pins = tuple(_checked_pin(plan, model) for model in plan.models)
+    pins += adapter_pins(pins, plan.engine.adapters)
     order = JobOrder(
         input=plan.inputs, models=pins, settings=plan.settings, tier=plan.tier, deadline=plan.deadline,
         max_cost=plan.max_cost, retry_of=plan.retry_of,

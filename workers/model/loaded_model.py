@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch
 
@@ -62,6 +62,13 @@ Fact = str | int | float | bool | None
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
+class AdapterFiles(NamedTuple):
+    """The folder of an adapter, and the digest of its files."""
+
+    folder: str
+    digest: str
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model ready to serve.
@@ -76,6 +83,7 @@ class LoadedModel:
         engine_name, engine_version, engine_options, sampling_defaults: see `ModelPin`.
         gpu_uuids: see `engine.engine.gpu_uuids`.
         weightless: it replaces a model in tests and measurements; its answers are meaningless.
+        adapters: those that requests may name instead of the model, by name.
         block_exchange: of the engine's KV blocks with other engines; None: its settings don't enable it.
         grammars: compiles grammars for this model.
     """
@@ -101,6 +109,7 @@ class LoadedModel:
     weightless: bool = False
     max_num_batched_tokens: int = 0
     block_exchange: BlockExchange | None = None
+    adapters: Mapping[str, AdapterFiles] = field(default_factory=dict)
     grammars: Grammars = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -156,6 +165,7 @@ class LoadedModel:
             engine_version=version_of_engine,
             engine_options=pinned_options(vllm_options or {}) if computing == "vllm" else (),
             sampling_defaults=defaults,
+            adapters=_adapters(engine, config),
             facts={"engine": computing, "engine_version": version_of_engine, **loaded.facts},
         )
 
@@ -237,12 +247,13 @@ class LoadedModel:
         )
 
     def answers_to(self, name: str) -> bool:
-        """Whether `name` is the model's name or one of its aliases."""
-        return name == self.name or name in self.aliases
+        """Whether `name` is the name of the model or of one of its adapters, or one of its aliases."""
+        return name == self.name or name in self.aliases or name in self.adapters
 
     def pin(self, name: str | None = None) -> ModelPin:
-        """The pin of a job that runs on this model; `name`: the model's name in its requests."""
-        return ModelPin(
+        """The pin of a job that runs on this model; `name`: of the model or of an adapter in its requests."""
+        adapter = self.adapters.get(name or self.name)
+        own = ModelPin(
             name=name or self.name,
             source=self.source,
             digest=self.digest,
@@ -255,6 +266,7 @@ class LoadedModel:
             engine_options=self.engine_options,
             sampling_defaults=self.sampling_defaults,
         )
+        return own if adapter is None else own.with_adapter(own.name, *adapter)
 
     def close(self) -> None:
         """Release the engine's memory and processes."""
@@ -262,14 +274,21 @@ class LoadedModel:
 
     def mismatch(self, pin: ModelPin) -> str | None:
         """How this model differs from the pinned one, or None when it is the same."""
-        if pin.digest is not None and self.digest is not None and pin.digest != self.digest:
-            return f"weights {pin.digest[:19]}…, but {self.digest[:19]}… are loaded from {self.source}"
-        own = self.pin()
+        own = self.pin(pin.name)
+        if pin.digest is not None and own.digest is not None and pin.digest != own.digest:
+            what = "weights" if pin.adapter is None else "weights and adapter"
+            return f"{what} {pin.digest[:19]}…, but {own.digest[:19]}… are loaded from {self.source}"
         for name in ("dtype", "quantization", "kv_dtype", "engine", "engine_version", "engine_options"):
             begun, loaded = getattr(pin, name), getattr(own, name)
             if begun != loaded:
                 return f"{name} {begun}, but {loaded} is loaded"
         return None
+
+
+def _adapters(engine: Engine | EncoderEngine | VLLMEngine, config: EngineConfig | None) -> dict[str, AdapterFiles]:
+    if config is None or not isinstance(engine, Engine):
+        return {}
+    return {name: AdapterFiles(folder, engine.adapters[name].hex()) for name, folder in config.lora.adapters}
 
 
 def engine_of(path: Path, wanted: EngineName | None = None) -> tuple[EngineName, str | None]:

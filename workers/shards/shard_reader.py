@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -234,6 +234,8 @@ class ShardReader:
                 assert len(prompts) == len(line.prompts), "prompts are encoded before"
                 request = translator.request(request_id, line.parsed, prompts, line.hints)
                 given_tokens = sum(map(len, prompts))
+            if line.model in self.model.adapters:
+                request = replace(request, adapter=line.model)
             request = request if logged is None else resume(self.model.engine, request, logged)
         except RowError as error:
             line.error = translate_error(line.url, error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -32,9 +32,9 @@ def decoder(tiny_model: Callable[[str], Path]) -> DecoderSpec:
 
 
 @pytest.fixture
-def folder(tiny_model: Callable[[str], Path], adapters: SimpleNamespace, tmp_path: Path) -> Path:
+def folder(tiny_model: Callable[[str], Path], adapters: ModuleType, tmp_path: Path) -> Path:
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model("llama")))
-    made: Path = adapters.make(model, tmp_path / "adapter", seed=1)
+    made: Path = adapters.make_adapter(model, tmp_path / "adapter", seed=1)
     return made
 
 

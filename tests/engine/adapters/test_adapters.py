@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -38,18 +38,18 @@ PATHS = ["auto", "paged-sdpa"]
 class Work:
     """A tiny model with adapters of several ranks, prompts with and without one, and transformers' answers."""
 
-    def __init__(self, path: Path, adapters: SimpleNamespace, tmp_path: Path, modules: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path, adapters: ModuleType, tmp_path: Path, modules: Sequence[str] = ()) -> None:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         modules = modules or adapters.ALL
         self.path = path
         self.folders = [
-            adapters.make(model, tmp_path / "a0", 0, rank=4, modules=modules),
-            adapters.make(model, tmp_path / "a1", 1, rank=16, modules=("q_proj", "v_proj", "qkv_proj")),
-            adapters.make(
+            adapters.make_adapter(model, tmp_path / "a0", 0, rank=4, modules=modules),
+            adapters.make_adapter(model, tmp_path / "a1", 1, rank=16, modules=("q_proj", "v_proj", "qkv_proj")),
+            adapters.make_adapter(
                 model, tmp_path / "a2", 2, rank=7, modules=modules, ranks={"down_proj": 2}, use_rslora=True,
                 alpha_pattern={"up_proj": 3}, target_modules="all-linear",
             ),
-            adapters.make(model, tmp_path / "a3", 3, rank=33, modules=modules),
+            adapters.make_adapter(model, tmp_path / "a3", 3, rank=33, modules=modules),
         ]  # fmt: skip
         self.prompts = make_prompts(seed=7, count=15, vocab_size=257, shared=20, longest=40)
         self.names = [None if i % 5 == 4 else f"a{i % 4}" for i in range(15)]
@@ -57,10 +57,10 @@ class Work:
         for prompt, name in zip(self.prompts, self.names, strict=True):
             folder = None if name is None else self.folders[int(name[1])]
             if folder is not None:
-                adapters.merge(model, folder)
+                adapters.merge_adapter(model, folder)
             self.want.append(greedy_answer(model, prompt, MAX_TOKENS, (2,)))
             if folder is not None:
-                adapters.merge(model, folder, sign=-1)
+                adapters.merge_adapter(model, folder, sign=-1)
 
     def engine(self, max_loras: int = 4, num_blocks: int = 60, **changes: Any) -> Engine:
         named = tuple((f"a{i}", str(folder)) for i, folder in enumerate(self.folders))
@@ -84,7 +84,7 @@ class Work:
 
 
 @pytest.fixture(scope="module")
-def work(tiny_model: TinyModel, adapters: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Work:
+def work(tiny_model: TinyModel, adapters: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Work:
     return Work(tiny_model("llama"), adapters, tmp_path_factory.mktemp("adapters"))
 
 
@@ -123,7 +123,7 @@ def test_rows_are_preempted_resumed_and_drafted_with_their_adapters(work: Work) 
 
 @pytest.mark.parametrize("family", ["phi3", "cohere", "gemma3", "glm4", "mixtral", "granite", "nemotron"])
 def test_other_families_and_stacked_modules(
-    family: str, tiny_model: TinyModel, adapters: SimpleNamespace, tmp_path: Path
+    family: str, tiny_model: TinyModel, adapters: ModuleType, tmp_path: Path
 ) -> None:
     modules = (*adapters.ALL, "qkv_proj", "gate_up_proj")
     work = Work(tiny_model(family), adapters, tmp_path, modules)
@@ -166,9 +166,9 @@ def test_a_row_has_the_same_tokens_alone_and_in_any_batch(work: Work, dtype: str
         assert tokens_of(one) == done[request.request_id]
 
 
-def test_many_adapters_go_through_few_places(work: Work, adapters: SimpleNamespace, tmp_path: Path) -> None:
+def test_many_adapters_go_through_few_places(work: Work, adapters: ModuleType, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(work.path, dtype=torch.float32)
-    named = tuple((f"c{i}", str(adapters.make(model, tmp_path / f"c{i}", i, rank=2))) for i in range(200))
+    named = tuple((f"c{i}", str(adapters.make_adapter(model, tmp_path / f"c{i}", i, rank=2))) for i in range(200))
     engine = work.engine(lora=LoraConfig(named, max_loras=8))
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     requests = [

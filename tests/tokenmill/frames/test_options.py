@@ -43,6 +43,12 @@ def test_given_an_unknown_or_wrong_keyword_when_split_then_the_message_names_it(
 
 
 def test_the_keywords_are_the_options_of_the_engine_that_commands_have() -> None:
-    options = inspect.signature(engine_options).parameters.keys() - {"settings", "engine_option", "role"}
+    options = inspect.signature(engine_options).parameters.keys() - {
+        "settings",
+        "engine_option",
+        "role",
+        "adapter",
+        "max_loras",
+    }
 
     assert get_type_hints(EngineKeywords).keys() == options

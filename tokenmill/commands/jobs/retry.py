@@ -182,6 +182,7 @@ def retry(
     from tokenmill.config.engine_options import engine_options  # needs torch, which isn't there where no model runs
     from tokenmill.config.job_options import chat_options
     from tokenmill.jobs.ledger_backend import retry_notes
+    from tokenmill.local.adapters import adapters_of
     from tokenmill.local.execute import execute
     from tokenmill.local.pricing import check_limit, price_of_worker
 
@@ -203,6 +204,7 @@ def retry(
         expert_parallel=expert_parallel, replicas=replicas, engine=None if model else as_begun,
         engine_option=list(pin.engine_options) if as_begun == "vllm" and not model else None,
         generation_config=None if model else _generation_config(first.job.models),
+        adapter=adapters_of(first.job.models),
     )  # fmt: skip
     chat = chat_options(chat_template, reasoning_parser, thinking_token_budget, score_tokens)
     plan = _plan(
@@ -306,10 +308,11 @@ def _models(job: Job, given: list[str], cache: Path, *, same_template: bool) -> 
     from tokenmill.models.sources import ModelSource
 
     chosen = job_options.choose_models(given, cache)
-    if len(job.models) == 1 and len(chosen) == 1:
-        (pin,), (one,) = job.models, chosen
+    pins = [pin for pin in job.models if pin.adapter is None]
+    if len(pins) == 1 and len(chosen) == 1:
+        (pin,), (one,) = pins, chosen
         return (job_options.ChosenModel(pin.name, one.source) if one.name == given[0] else one,)
-    names = [pin.name for pin in job.models]
+    names = [pin.name for pin in pins]
     for one in chosen:
         if one.name not in names:
             raise UserError(f"--model {one.name}: {job.id} has the models {', '.join(names)}; give NAME=MODEL of those")
@@ -322,4 +325,4 @@ def _models(job: Job, given: list[str], cache: Path, *, same_template: bool) -> 
         digest = pin.digest if same_template else None
         return job_options.ChosenModel(pin.name, ModelSource(pin.name, path, pin.revision, 0), digest)
 
-    return tuple(others.get(pin.name) or pinned(pin) for pin in job.models)
+    return tuple(others.get(pin.name) or pinned(pin) for pin in pins)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -57,9 +55,3 @@ def merge_adapter(model: nn.Module, folder: Path, sign: float = 1.0) -> None:
         weight = model.get_submodule(module).weight
         assert isinstance(weight, nn.Parameter)
         weight += sign * factor * (tensors[name.replace("lora_A", "lora_B")] @ a).to(weight.dtype)
-
-
-@pytest.fixture(scope="session")
-def adapters() -> SimpleNamespace:
-    """The functions above."""
-    return SimpleNamespace(make=make_adapter, merge=merge_adapter, ALL=ALL)
