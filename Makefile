@@ -28,7 +28,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check --no-compile -qq $(PIP_A
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-slow test-all test-bench install-vllm test-vllm test-page test-memory test-servers chaos cluster cluster-faults hostile releases simulate fuzz-http infra infra-apply sbom alerts observability lint format bench gpu-bench fleet streams test-torch211 lm-eval clean
+.PHONY: help install run test test-slow test-all test-bench install-vllm test-vllm test-clusters test-page test-memory test-servers chaos cluster cluster-faults hostile releases simulate fuzz-http infra infra-apply sbom alerts observability lint format bench gpu-bench fleet streams test-torch211 lm-eval clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ test-torch211: $(VENV)-torch211/.stamp  ## run the engine's tests on the CPU wit
 
 test-vllm: $(VENV)-vllm/.stamp $(VENV)/.dev.stamp  ## test vLLM as an engine, on its CPU build: the engine's contract, real runs, kills
 	$(VENV)-vllm/bin/python -m pytest -m vllm $$(grep -rl mark.vllm tests --include='test_*.py') $(PYTEST_ARGS)
+
+test-clusters: $(VENV)-clusters/.stamp  ## test tables that lie on Ray and Spark, with processes killed (needs Java 17 or later)
+	$(VENV)-clusters/bin/python -m pytest -m clusters tests/tokenmill/frames/test_clusters.py $(PYTEST_ARGS)
 
 ASAN := $(abspath out/asan)
 test-memory: export OMP_NUM_THREADS := 1
@@ -185,6 +188,14 @@ $(VENV)/.browser.stamp: $(VENV)/.dev.stamp
 	@touch $@
 
 # torch's companions from the package index don't fit a torch for CPU alone: with them vLLM can't be imported.
+$(VENV)-clusters/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-clusters
+	$(VENV)-clusters/bin/python -m pip install --disable-pip-version-check -qq --upgrade "pip>=25.1"
+	$(VENV)-clusters/bin/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) --constraint $(CONSTRAINT) torch
+	PIP_CONSTRAINT=$(CONSTRAINT) $(VENV)-clusters/bin/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) \
+		--group cluster-tests --editable ".[engine,gateway,ray,spark]"
+	@touch $@
+
 $(VENV)-vllm/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-vllm
 	$(VENV)-vllm/bin/python -m pip install --disable-pip-version-check -qq --upgrade "pip>=25.1"

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.calls import TableCall, run_call
+from tokenmill.frames.clusters.blocks import runs_where_data_lies
 from tokenmill.frames.data import open_frame
 from tokenmill.frames.options import MapKeywords, MapOptions, split_options
 from tokenmill.frames.resident import Model
@@ -31,6 +32,7 @@ def map_rows(data: Files, *, dry_run: Literal[False] = ..., **given: Unpack[MapK
 def map_rows(data: list[dict[str, DataT]], *, dry_run: Literal[False] = ..., **given: Unpack[MapKeywords]) -> Dicts: ...
 @overload
 def map_rows(data: DataT, *, dry_run: Literal[False] = ..., **given: Unpack[MapKeywords]) -> DataT: ...
+@runs_where_data_lies
 def map_rows(
     data: Any,
     *,

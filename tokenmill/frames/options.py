@@ -59,6 +59,7 @@ class EngineKeywords(TypedDict, total=False):
     micro_batches: Positive
     expert_parallel: bool
     replicas: Positive
+    concurrency: Positive  # actors that compute a Ray dataset, each with an engine
 
 
 class TableKeywords(EngineKeywords, total=False):
@@ -123,6 +124,11 @@ def split_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     chosen = {name: value for name, value in given.items() if name in sampling}
     rest = {name: value for name, value in given.items() if name not in sampling}
     return chosen, check_engine(rest, tuple(sampling))
+
+
+def engine_names() -> frozenset[str]:
+    """The names of the engine's options."""
+    return frozenset(get_type_hints(EngineKeywords))
 
 
 def check_engine(given: Mapping[str, Any], others: Sequence[str] = ()) -> dict[str, Any]:

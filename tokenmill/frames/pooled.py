@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.calls import run_call
+from tokenmill.frames.clusters.blocks import runs_where_data_lies
 from tokenmill.frames.mapping import DataT, Dicts, Files
 from tokenmill.frames.options import ClassifyKeywords, EmbedKeywords, EngineKeywords, ScoreKeywords, check_engine
 from tokenmill.frames.prompts import ColumnText, PromptTemplate, RowText
@@ -31,6 +32,7 @@ def embed(data: Files, *, dry_run: Literal[False] = ..., **given: Unpack[EmbedKe
 def embed(data: list[dict[str, DataT]], *, dry_run: Literal[False] = ..., **given: Unpack[EmbedKeywords]) -> Dicts: ...
 @overload
 def embed(data: DataT, *, dry_run: Literal[False] = ..., **given: Unpack[EmbedKeywords]) -> DataT: ...
+@runs_where_data_lies
 def embed(
     data: Any,
     *,
@@ -94,6 +96,7 @@ def classify(
 ) -> Dicts: ...
 @overload
 def classify(data: DataT, *, dry_run: Literal[False] = ..., **given: Unpack[ClassifyKeywords]) -> DataT: ...
+@runs_where_data_lies
 def classify(
     data: Any,
     *,
@@ -168,6 +171,7 @@ def score(data: Files, *, dry_run: Literal[False] = ..., **given: Unpack[ScoreKe
 def score(data: list[dict[str, DataT]], *, dry_run: Literal[False] = ..., **given: Unpack[ScoreKeywords]) -> Dicts: ...
 @overload
 def score(data: DataT, *, dry_run: Literal[False] = ..., **given: Unpack[ScoreKeywords]) -> DataT: ...
+@runs_where_data_lies
 def score(
     data: Any,
     *,

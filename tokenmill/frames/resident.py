@@ -43,6 +43,7 @@ def load_model(model: str, **options: Unpack[EngineKeywords]) -> ResidentModel:
     sampling, engine = split_options(options)
     if sampling:
         raise InvalidCall(f"{next(iter(sampling))}: is a sampling parameter; give it to map")
+    name_and_options(model, engine)
     if engine.get("replicas", 1) != 1:
         raise InvalidCall("replicas: must be 1 for a model that stays loaded; give replicas to map, with its name")
     return ResidentModel(model, engine)
@@ -108,7 +109,9 @@ def load_in_turn(model: Model) -> AbstractContextManager[Load | None]:
 
 
 def name_and_options(model: Model, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The model's name, and the engine's options of a call. Raises `InvalidCall`."""
+    """The model's name, and the engine's options of a call in this process. Raises `InvalidCall`."""
+    if "concurrency" in options:
+        raise InvalidCall("concurrency: is of Ray datasets; on one machine give replicas")
     if not isinstance(model, ResidentModel):
         return model, options
     if options:

@@ -1,0 +1,145 @@
+"""`tokenmill.map` over a Ray dataset and a Spark frame: the answers are those of one process, also if one is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pytest
+
+import tokenmill as tm
+from tests.waiting import wait_for
+from tokenmill.errors import InvalidCall
+
+pytestmark = pytest.mark.clusters
+
+ROWS = 4_000
+BLOCK = 500
+Choice = Literal["yes", "no"]
+CALL: dict[str, Any] = {
+    "prompt": "{{ item }}?", "output": Choice, "max_tokens": 20, "temperature": 1.0, "seed": 7, "threads": 1,
+    "kv_cache_memory": 50_000_000,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def table() -> pa.Table:
+    return pa.table({"row": range(ROWS), "item": [f"number {n % 700}" for n in range(ROWS)]})
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Path) -> str:
+    return f"tiny={model_folder}"
+
+
+@pytest.fixture(scope="module")
+def here(table: pa.Table, model: str) -> list[dict[str, Any]]:
+    """The table, answered in this process."""
+    return rows_of(tm.map(table, model=model, **CALL))
+
+
+def rows_of(table: pa.Table) -> list[dict[str, Any]]:
+    """The rows in their order, without usage, which depends on what was cached."""
+    rows = sorted(table.to_pylist(), key=lambda row: row["row"])
+    return [{name: row[name] for name in ("row", "item", "answer", "answer_error", "answer_key")} for row in rows]
+
+
+def parts_of(folder: Path) -> dict[Path, int]:
+    """The committed parts of all blocks' jobs, and when they were written."""
+    return {path: path.stat().st_mtime_ns for path in folder.glob("*/results/*")}
+
+
+@contextmanager
+def killing(is_victim: Callable[[str], bool], folder: Path) -> Iterator[None]:
+    """Kill the newest process with such a command line when a block's job has begun to commit."""
+    killed: list[int] = []
+
+    def kill() -> None:
+        wait_for(lambda: any(folder.glob("*/results/*")), "no block has results", seconds=300)
+        victims = (int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if is_victim(read(path)))
+        killed.append(max(victims))
+        os.kill(killed[0], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    yield
+    thread.join()
+    assert killed, "no process was killed"
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text().replace("\0", " ")
+    except OSError:
+        return ""  # it has ended
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    ray = pytest.importorskip("ray", reason="an environment of its own has it: make test-clusters")
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+def test_given_a_dataset_when_an_actor_is_killed_then_the_answers_are_those_of_one_process(
+    ray: Any, table: pa.Table, model: str, here: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    dataset = ray.data.from_arrow([table.slice(at, BLOCK) for at in range(0, ROWS, BLOCK)])
+    answered = tm.map(dataset, model=model, concurrency=2, output_dir=tmp_path, **CALL)
+    with killing(lambda command: command.startswith("ray::") and "BlockMapper" in command, tmp_path):
+        blocks = list(answered.iter_batches(batch_format="pyarrow", batch_size=None))
+
+    assert rows_of(pa.concat_tables(blocks)) == here
+    # A finished block is answered from its folder.
+    parts = parts_of(tmp_path)
+    again = tm.map(dataset, model=model, concurrency=2, output_dir=tmp_path, **CALL)
+    assert rows_of(pa.concat_tables(again.iter_batches(batch_format="pyarrow", batch_size=None))) == here
+    assert parts_of(tmp_path) == parts
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": "{{ itme }}"}, "did you mean 'item'"),
+        ({"concurrency": 0}, "concurrency: .* greater than or equal to 1"),
+        ({"dry_run": True}, "dry_run: can't estimate"),
+        ({"reuse": pa.table({})}, "reuse: must be a path"),
+    ],
+)
+def test_a_wrong_call_is_refused_before_anything_runs(
+    ray: Any, table: pa.Table, model: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidCall, match=message):
+        tm.map(ray.data.from_arrow(table), model=model, **CALL | change)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Any]:
+    sql = pytest.importorskip("pyspark.sql", reason="an environment of its own has it: make test-clusters")
+    made = sql.SparkSession.builder.master("local[2, 4]").config("spark.ui.enabled", "false").getOrCreate()
+    yield made
+    made.stop()
+
+
+def test_given_a_frame_when_a_task_fails_then_the_answers_are_those_of_one_process(
+    session: Any, table: pa.Table, model: str, here: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    frame = session.createDataFrame(table).repartition(4)
+    answered = tm.map(frame, model=model, output_dir=tmp_path, **CALL)
+    assert dict(answered.dtypes)["answer"] == "string"
+    with killing(lambda command: "pyspark.daemon" in command, tmp_path):
+        found = answered.toArrow()
+
+    assert rows_of(found) == here
+
+
+def test_actors_are_rays(session: Any, table: pa.Table, model: str) -> None:
+    with pytest.raises(InvalidCall, match="concurrency: is of Ray datasets"):
+        tm.map(session.createDataFrame(table), model=model, concurrency=2, **CALL)
