@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -135,8 +136,11 @@ class TableJob:
             str(path), [self._given_model], folder, self._wanted, self._engine, self._task.chat or OWN_CHAT,
             price_per_hour=price, reuse=reuse,
         )  # fmt: skip
+        go_on = f"what is computed is kept, and the same call with output_dir={str(folder)!r} goes on from there"
         try:
             done = run_with_progress(plan, load)
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(f"stopped at once; {go_on}") from error
         except DifferentJob as error:
             changed = "; ".join(f"{name} was {old}, now {new}" for name, old, new in error.differences)
             raise InvalidCall(
@@ -145,7 +149,8 @@ class TableJob:
         except FormerUnusable as error:
             raise InvalidCall(f"reuse: {error}") from error
         if done.manifest is None:
-            raise KeyboardInterrupt("stopped; with an output_dir the same call goes on from what is committed")
+            rows = f"{output.count(done.counts.total - done.counts.pending)} of {output.count(done.counts.total)}"
+            raise KeyboardInterrupt(f"stopped: {rows} rows are committed; {go_on}")
         return self.results(folder)
 
     def results(self, folder: Path) -> pa.Table:
@@ -204,9 +209,17 @@ def _large(field: pa.Field) -> pa.Field:
 
 @contextmanager
 def job_folder(given: Path | None) -> Iterator[Path]:
-    """The given folder, or a temporary one."""
+    """The given folder, or a temporary one. That of a job that is stopped by Ctrl-C is left, so that it can go on."""
     if given is not None:
         yield given.expanduser()
         return
-    with tempfile.TemporaryDirectory(prefix="tokenmill-") as scratch:
-        yield Path(scratch)
+    folder = Path(tempfile.mkdtemp(prefix="tokenmill-"))
+    is_stopped = False
+    try:
+        yield folder
+    except KeyboardInterrupt:
+        is_stopped = True
+        raise
+    finally:
+        if not is_stopped:
+            shutil.rmtree(folder, ignore_errors=True)

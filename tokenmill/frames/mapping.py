@@ -86,7 +86,7 @@ def map_rows(
     Raises:
         InvalidCall: (a `ValueError`) an argument can't be used; nothing was computed.
         UserError: the model can't be found, or the job can't run.
-        KeyboardInterrupt: it was stopped; with an `output_dir` the same call goes on.
+        KeyboardInterrupt: it was stopped; what is committed stays, and the message says how to go on.
 
     Example:
         >>> import polars as pl, tokenmill as tm

@@ -64,7 +64,7 @@ def run_with_progress(plan: RunPlan, load: Load | None = None) -> JobRun:
     from tokenmill.processes.logging import log_to_stderr
 
     log_to_stderr()
-    tracker, stop = RunTracker(), threading.Event()
+    tracker, stop = RunTracker(plan.price_per_hour), threading.Event()
     try:
         with _stopping(stop, tracker), ProgressDisplay(output.stderr(), tracker.snapshot):
             return run_job(plan, tracker, stop, load or load_model)

@@ -1,4 +1,4 @@
-"""Progress of a run on stderr: one live line in a terminal, a plain line every few seconds elsewhere.
+"""Progress of a run on stderr: one live line in a terminal or notebook, a plain line every few seconds elsewhere.
 
 The display takes snapshots on a thread of its own; the run never waits for it.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -20,6 +22,9 @@ from tokenmill.output import count, duration
 
 PLAIN_SECONDS = 5.0
 REFRESHES_PER_SECOND = 4.0
+NOTEBOOK_SECONDS = 0.5
+"""Between updates, which are messages to the browser."""
+
 BAR_WIDTH = 24
 
 
@@ -35,6 +40,7 @@ class RunSnapshot:
         expected_tokens: expected output tokens of this run, at its start.
         seconds: since this run began to compute; 0 before.
         planning: whether more rows may be planned.
+        price_per_hour: of this machine; None: unknown.
     """
 
     phase: str
@@ -48,6 +54,12 @@ class RunSnapshot:
     expected_tokens: int = 0
     seconds: float = 0.0
     planning: bool = False
+    price_per_hour: float | None = None
+
+    @property
+    def cost(self) -> float | None:
+        """Of this run so far."""
+        return None if self.price_per_hour is None else self.price_per_hour * self.seconds / 3600
 
     @property
     def eta(self) -> float | None:
@@ -57,10 +69,13 @@ class RunSnapshot:
         then the real lengths of answers are known.
         """
         rows, all_rows = self.done - self.before, self.total - self.before
-        if self.planning or self.seconds < 1 or self.output_tokens == 0 or rows == 0:
+        is_generated = self.output_tokens > 0 or self.expected_tokens > 0
+        if self.planning or self.seconds < 1 or rows == 0 or (is_generated and self.output_tokens == 0):
             return None
-        by_tokens = self.seconds * max(0, self.expected_tokens - self.output_tokens) / self.output_tokens
         by_rows = self.seconds * (all_rows - rows) / rows
+        if not is_generated:  # vectors, labels, scores
+            return by_rows
+        by_tokens = self.seconds * max(0, self.expected_tokens - self.output_tokens) / self.output_tokens
         share = rows / all_rows
         return share * by_rows + (1 - share) * by_tokens
 
@@ -76,11 +91,14 @@ def describe(snapshot: RunSnapshot) -> str:
         f"{count(snapshot.done)}/{count(snapshot.total)}{more} rows{failed}",
         f"{rows_per_second:,.{0 if rows_per_second >= 10 else 1}f} rows/s",
         f"{count(snapshot.prompt_tokens / snapshot.seconds)} tok/s in",
-        f"{count(snapshot.output_tokens / snapshot.seconds)} tok/s out",
     ]
+    if snapshot.output_tokens or snapshot.expected_tokens:
+        words.append(f"{count(snapshot.output_tokens / snapshot.seconds)} tok/s out")
     if snapshot.prompt_tokens and snapshot.cached_tokens:
         words.append(f"{100 * snapshot.cached_tokens / snapshot.prompt_tokens:.0f} % of input cached")
     words.append(duration(snapshot.seconds))
+    if snapshot.cost is not None:
+        words.append(f"cost {snapshot.cost:.4g}")
     if snapshot.eta is not None and snapshot.done < snapshot.total:
         words.append(f"about {duration(snapshot.eta)} left")
     return "  ".join(words)
@@ -101,9 +119,14 @@ class ProgressDisplay:
         self._ended = threading.Event()
         self._live: Live | None = None
         self._thread: threading.Thread | None = None
+        self._in_notebook: Any = None
 
     def __enter__(self) -> ProgressDisplay:
-        if self._console.is_terminal:
+        if self._console.is_jupyter:
+            # Rich's own `Live` needs ipywidgets there; a display that is updated needs nothing.
+            self._in_notebook = import_module("IPython.display").display(self._render(), display_id=True)
+            self._start(self._update_notebook)
+        elif self._console.is_terminal:
             self._live = Live(
                 console=self._console,
                 get_renderable=self._render,
@@ -113,9 +136,12 @@ class ProgressDisplay:
             )
             self._live.start()
         else:
-            self._thread = threading.Thread(target=self._print_plainly, name="progress", daemon=True)
-            self._thread.start()
+            self._start(self._print_plainly)
         return self
+
+    def _start(self, show: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=show, name="progress", daemon=True)
+        self._thread.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._ended.set()
@@ -123,14 +149,21 @@ class ProgressDisplay:
             self._live.stop()
         if self._thread is not None:
             self._thread.join()
+        if self._in_notebook is not None:
+            self._in_notebook.update(self._render())  # the last state stays in the cell
 
     def _render(self) -> Table:
         snapshot = self._snapshot()
         line = Table.grid(padding=(0, 1))
         # Without a total the bar pulses.
         bar = ProgressBar(total=snapshot.total or None, completed=snapshot.done, width=BAR_WIDTH)
-        line.add_row(bar, Text(describe(snapshot), overflow="ellipsis", no_wrap=True))
+        one_line = not self._console.is_jupyter
+        line.add_row(bar, Text(describe(snapshot), overflow="ellipsis" if one_line else "fold", no_wrap=one_line))
         return line
+
+    def _update_notebook(self) -> None:
+        while not self._ended.wait(NOTEBOOK_SECONDS):
+            self._in_notebook.update(self._render())
 
     def _print_plainly(self) -> None:
         last = ""

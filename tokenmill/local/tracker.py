@@ -48,11 +48,15 @@ class RotationObserver:
 
 class RunTracker:
     """The progress of a run, updated by its threads and read by the display's. Snapshots are immutable; a lock keeps
-    concurrent updates from overwriting each other."""
+    concurrent updates from overwriting each other.
 
-    def __init__(self) -> None:
+    Args:
+        price_per_hour: of this machine; None: unknown.
+    """
+
+    def __init__(self, price_per_hour: float | None = None) -> None:
         self._lock = threading.Lock()
-        self._base = RunSnapshot("starting")
+        self._base = RunSnapshot("starting", price_per_hour=price_per_hour)
         self._began: float | None = None
         self._workers: dict[int, WorkerUpdate] = {}
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import runpy
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -197,6 +201,40 @@ def test_given_a_preview_when_made_then_prompts_and_new_columns_are_printed(
     assert "row 1\n" in out
     assert "row 2" not in out
     assert "answer_completion_tokens: " in out
+
+
+@pytest.mark.slow
+def test_given_ctrl_c_without_a_folder_when_mapped_again_as_the_message_says_then_nothing_is_computed_twice(
+    model: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TOKENMILL_PLAN__MAX_SHARD_ROWS", str(ROWS_PER_PART))
+    frame = pl.DataFrame({"item": [f"number {n}" for n in range(160)]})
+    arguments: Any = {"prompt": PROMPT, "model": model, "temperature": 0, "max_tokens": 20}
+
+    def interrupt() -> None:
+        wait_for(lambda: len(list(folder.glob("tokenmill-*/results/part-*"))) > 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt) as raised:
+        tm.map(frame, **arguments)
+
+    said = re.fullmatch(
+        r"stopped: (\d+) of 160 rows are committed; what is computed is kept, and the same call with "
+        r"output_dir='(.*)' goes on from there",
+        str(raised.value),
+    )
+    assert said is not None
+    job = Path(said[2])
+    committed = digests(job)
+    assert sum(pq.read_metadata(part).num_rows for part in parts(job)) == int(said[1]) > 0
+    found = tm.map(frame, **arguments, output_dir=job)
+    assert committed.items() <= digests(job).items()
+    assert found["answer_error"].null_count() == 160
+    assert json.loads((job / "manifest.json").read_text())["usage"]["repeated"] == 0
+    tm.map(frame.head(1), **arguments)
+    assert list(folder.glob("tokenmill-*")) == [job], "a job that ends leaves no temporary folder"
 
 
 def arguments(model_folder: Path, folder: Path, rows: int) -> list[str]:

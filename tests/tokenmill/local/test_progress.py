@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+import sys
 import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from schemas.jobs.outcome import Counts, JobStatus, Manifest, Usage
 from tests.waiting import HANG_SECONDS
+from tokenmill.local import progress
 from tokenmill.local.progress import ProgressDisplay, RunSnapshot, describe
 from tokenmill.local.summary import last_line, summary_table
 from tokenmill.output import duration, size
@@ -53,6 +57,42 @@ def test_given_too_little_data_then_there_is_no_eta(seconds: float, output: int,
     snapshot = RunSnapshot("computing", 10, done, before=2, output_tokens=output, expected_tokens=500, seconds=seconds)
 
     assert snapshot.eta is None
+
+
+def test_given_a_price_when_described_then_the_cost_so_far_is_shown() -> None:
+    assert "cost 0.005556" in describe(replace(RUNNING, price_per_hour=2.0))
+    assert "cost" not in describe(RUNNING)
+
+
+def test_given_rows_that_generate_nothing_when_described_then_the_eta_is_by_rows_and_no_output_is_shown() -> None:
+    embedding = replace(RUNNING, output_tokens=0, expected_tokens=0)
+
+    assert embedding.eta == pytest.approx(10 * 140 / 50)
+    assert "400 tok/s in  25 % of input cached  10.0 s  about 28.0 s left" in describe(embedding)
+
+
+def test_given_a_notebook_when_shown_then_one_display_is_updated_and_keeps_the_last_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[str] = []
+
+    def show(renderable: Any, **_: Any) -> Any:
+        shown.append(renderable._repr_mimebundle_(None, None)["text/html"])
+        return SimpleNamespace(update=show)
+
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=show))
+    monkeypatch.setattr(progress, "NOTEBOOK_SECONDS", 0.01)
+    last = replace(RUNNING, done=200)
+    snapshots = [RunSnapshot("planning"), RUNNING]
+    with ProgressDisplay(Console(force_jupyter=True), lambda: snapshots.pop(0) if snapshots else last):
+        until = time.monotonic() + HANG_SECONDS
+        while not any("60/200 rows" in html for html in shown) and time.monotonic() < until:
+            time.sleep(0.01)
+
+    assert "planning" in shown[0]
+    assert "60/200 rows" in shown[1]
+    assert "200/200 rows" in shown[-1]
+    assert len(shown) >= 3
 
 
 def test_given_no_terminal_when_shown_then_plain_lines_are_printed_and_a_phase_once() -> None:
