@@ -176,13 +176,17 @@ def read_segment(store: ObjectStore, key: str) -> KeySegment:
         table.validate(full=True)
         if table.schema.types != _SCHEMA.types or any(column.null_count for column in table.columns):
             raise AnswersDamaged(f"{where}: has other columns than a segment")
-        keys = np.frombuffer(b"".join(table["key"].to_pylist()), dtype=KEY_TYPE)
+        column = pa.concat_arrays(table["key"].chunks or [pa.array([], _SCHEMA.field("key").type)])
+        start = column.offset * KEY_BYTES
+        keys = np.frombuffer(column.buffers()[1] or b"", dtype=KEY_TYPE, count=len(column), offset=start)
         files = table["file"].to_numpy().astype(np.int32)
     except (pa.ArrowException, OSError, LedgerError) as error:
         raise AnswersDamaged(f"{where}: is not a whole segment ({error})") from error
     if len(files) and not 0 <= files.min() <= files.max() < len(sources):
         raise AnswersDamaged(f"{where}: names files that it doesn't list")
-    return KeySegment.of(keys, files, sources)
+    if not (keys[1:] > keys[:-1]).all():
+        raise AnswersDamaged(f"{where}: its keys are not sorted")
+    return KeySegment(keys, files, sources)
 
 
 def read_answers(store: ObjectStore, file: AnswerFile) -> bytes:
