@@ -20,9 +20,10 @@ CUT = "{% if text | length > N %}{{ text[:N].rpartition('\n')[0] or text[:N] }}{
 
 source, to, *model = sys.argv[1:]
 table = datasets.Dataset.from_parquet(source)
-for way, task in WAYS.items():  # each is a job: after a kill, the same command goes on
-    table = tm.map(
-        table, prompt=f"{task}\n\n" + CUT.replace("N", str(MAX_CHARACTERS)), model=model[0] if model else "demo",
-        max_tokens=2_048, temperature=1, seed=0, output_column=way, output_dir=f"out/rephrase/{way}",
-    )  # fmt: skip
+with tm.load_model(*(model or ["demo"])) as loaded:
+    for way, task in WAYS.items():  # each is a job: after a kill, the same command goes on
+        table = tm.map(
+            table, prompt=f"{task}\n\n" + CUT.replace("N", str(MAX_CHARACTERS)), model=loaded, max_tokens=2_048,
+            temperature=1, seed=0, output_column=way, output_dir=f"out/rephrase/{way}",
+        )  # fmt: skip
 tm.write_dataset(table, to, job=[f"out/rephrase/{way}" for way in WAYS])

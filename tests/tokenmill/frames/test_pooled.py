@@ -147,6 +147,7 @@ def test_given_a_classifier_when_texts_and_pairs_are_classified_then_labels_are_
     assert lines[2]["body"] == {"model": classifier, "input": [["A tree by a river.", "z"]]}
 
 
+@pytest.mark.slow
 def test_given_labels_when_a_model_that_generates_classifies_then_they_are_its_choices(
     model_folder: Path, folder: Path
 ) -> None:
@@ -170,6 +171,7 @@ def test_given_labels_when_a_model_that_generates_classifies_then_they_are_its_c
     assert found[0]["label_prompt_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_given_a_reranker_when_pairs_are_scored_then_scores_are_those_of_the_job(ranker: str, folder: Path) -> None:
     frame = pd.DataFrame({"body": BODIES, "n": range(4)}, index=[5, 6, 7, 8])
 
