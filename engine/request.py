@@ -230,6 +230,8 @@ class Request:
             are evicted before the prefix's.
         readers_known: the planner guarantees that all requests that share more of the prompt than `prefix_readers`
             counts are in the queue already. Then blocks that only this request read are reused before any other.
+        continues: the prompt begins with that of a request which has just ended, so it precedes the others of its class
+            while that prefix is in the cache.
         retain: prefixes of the prompt whose full blocks stay in the prefix cache, each (tokens, seconds): others are
             evicted before, until the seconds from the blocks' last use are over. No request waits for such blocks.
         salt: identifies the owner: separates the prefix-cache entries of different owners; the rows of class 0 are
@@ -257,6 +259,7 @@ class Request:
     prefix_group: int | None = None
     prefix_readers: int = 0
     readers_known: bool = False
+    continues: bool = False
     retain: tuple[tuple[int, float], ...] = ()
     salt: bytes = b""
     adapter: str | None = None

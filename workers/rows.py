@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
 from engine.request import Completion, Request
+from schemas.jobs.checkpoints import FormerTry
 from schemas.requests.dialects.dialect import Dialect
 from schemas.requests.errors import RowError
 from schemas.requests.parsing import Body
@@ -32,6 +33,7 @@ class PreparedRow:
         guard: checks its answers against the content policies; None: there are none.
         given_tokens: of its prompts, before any were cut off; None: none can be cut off.
         dialect: of the request and its response; None: OpenAI's chat, completion or embedding.
+        is_judged: its answer must be accepted.  tries: those before this one, which were not.
     """
 
     names: tuple[RowName, ...]
@@ -40,6 +42,8 @@ class PreparedRow:
     guard: PolicyGuard | None = None
     dialect: Dialect | None = None
     given_tokens: int | None = None
+    is_judged: bool = False
+    tries: tuple[FormerTry, ...] = ()
 
     @property
     def report(self) -> PolicyReport:
@@ -54,8 +58,8 @@ class PreparedRow:
 
 @dataclass(frozen=True, slots=True)
 class RejectedRow:
-    """A row and its copies that never entered the engine; times are seconds of the engine's clock. `report`: of the
-    content policies."""
+    """A row and its copies that the engine didn't take; times are seconds of the engine's clock. `report`: of the
+    content policies.  `tries`: those of the row before."""
 
     names: tuple[RowName, ...]
     model: str
@@ -63,16 +67,22 @@ class RejectedRow:
     started_at: float
     finished_at: float
     report: PolicyReport = NO_REPORT
+    tries: tuple[FormerTry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedRow:
-    """A row that left the engine, completed or failed. `withheld`: choices that a content policy refused while they
-    grew; the worker may have cancelled them."""
+    """A row that left the engine, completed or failed.
+
+    Attributes:
+        withheld: choices that a content policy refused while they grew; the worker may have cancelled them.
+        rejected: why the answer is not accepted: row -> error, for the row itself and its copies.
+    """
 
     prepared: PreparedRow
     completion: Completion
     withheld: frozenset[int] = frozenset()
+    rejected: Mapping[int, RowError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

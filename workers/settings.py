@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,6 +14,10 @@ IDLE_SECONDS: Final = 0.02
 
 FIRST_CHECKPOINT_SECONDS: Final = 1.0
 """Time until an attempt's first checkpoint, unless the interval is shorter."""
+
+AnswerCheck = Callable[[int, str], str | None]
+"""Why the answer of a row is not accepted, given its index in the input and the answer's text; None: it is accepted.
+What it raises becomes the error of the row, which is not asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,7 @@ class WorkerSettings:
             step.
         stuck_seconds: the heartbeats end after so long without an iteration of the loop.
         policies: check prompts and answers.
+        check: judges the answers of a job with `max_tries`, after the check of their form; None: that alone does.
         trace_interval_seconds: interval of the engine's steps that get a span, where traces are on; 0: none does.
     """
 
@@ -41,4 +47,5 @@ class WorkerSettings:
     checkpoint_seconds: float = CHECKPOINT_SECONDS
     stuck_seconds: float = 300.0
     policies: Policies = NO_POLICIES
+    check: AnswerCheck | None = None
     trace_interval_seconds: float = 1.0

@@ -1,11 +1,12 @@
 """The waiting queue: the admission order, and the cached blocks that waiting sequences will read.
 
-Sequences wait by arrival, highest class first; preempted ones precede the others of their class. This is the whole
-order while more requests may arrive. Once the input is complete (`settled`), the end of the run is predictable: the
-tokens still to be sampled, divided by the rows, give the remaining steps. An answer that takes as many steps must start
-now, or it ends alone. So the order is arrival, but answers that are expected to last to the end go first, the longest
-before all. Arrival is the planner's order, in which readers of a prefix are adjacent: it is left only for the few
-answers that must not wait, and only towards the end.
+Sequences wait by arrival, highest class first; preempted ones, and those that continue a prompt which has just been
+computed (`Request.continues`), precede the others of their class. This is the whole order while more requests may
+arrive. Once the input is complete (`settled`), the end of the run is predictable: the tokens still to be sampled,
+divided by the rows, give the remaining steps. An answer that takes as many steps must start now, or it ends alone. So
+the order is arrival, but answers that are expected to last to the end go first, the longest before all. Arrival is the
+planner's order, in which readers of a prefix are adjacent: it is left only for the few answers that must not wait, and
+only towards the end.
 
 Class 0 holds interactive requests, and its rows are shared out by owner (`Request.salt`). The owner with the fewest
 rows is next; of equal ones the owner whose first sequence comes first in the order above. Once two owners have sent
@@ -33,7 +34,7 @@ from engine.scheduler.slo_control import URGENT
 Order = tuple[int, int, int]
 """Class, stage, and rank within the stage; the serial breaks ties."""
 
-PREEMPTED, ORDERED, ARRIVED = range(3)
+CONTINUED, ORDERED, ARRIVED = range(3)
 
 NOW = 1 << 62
 
@@ -86,20 +87,20 @@ class WaitingQueue:
         return sum(map(len, self._heaps.values())) + sum(map(len, self._set_aside.values()))
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence behind all others of its class."""
+        """Queue a new sequence behind all others of its class, or before them if it continues a former one."""
         self._reorder_at_length = NOW
         request = sequence.request
         if request.priority == URGENT:
             self._first_owner = request.salt if self._first_owner is None else self._first_owner
             self._has_several_owners |= request.salt != self._first_owner
-        self._push(sequence, ARRIVED)
+        self._push(sequence, CONTINUED if request.continues else ARRIVED)
         if request.prefix_group is not None and sequence.choice == 0 and sequence.digests_to_read:
             self._groups.record_arrival(request.prefix_group, sequence.digests_to_read, request.prefix_readers)
 
     def requeue(self, sequence: Sequence) -> None:
         """Queue a preempted sequence before all others of its class (and owner) that had no row, by arrival."""
         self.release_row(sequence)
-        self._push(sequence, PREEMPTED)
+        self._push(sequence, CONTINUED)
         self.preempted.add(sequence)
 
     def peek(self) -> Sequence | None:
@@ -241,7 +242,7 @@ class WaitingQueue:
         left, early, before = float(running), len(entries), 0
         classes: list[tuple[list[Sequence], list[int], float]] = []
         for _, of_class in groupby(entries, key=lambda entry: entry[0][0]):
-            waiting = [sequence for (_, stage, _), sequence in of_class if stage != PREEMPTED]
+            waiting = [sequence for (_, stage, _), sequence in of_class if stage != CONTINUED]
             lengths = [self._lengths.expect(sequence.request) for sequence in waiting]
             left += sum(lengths)
             classes.append((waiting, lengths, left))
@@ -252,7 +253,7 @@ class WaitingQueue:
                 self._heap_of(sequence).push(order, sequence.serial, sequence)
         else:
             for (priority, stage, _), sequence in entries:
-                if stage == PREEMPTED:
+                if stage == CONTINUED:
                     self._heap_of(sequence).push((priority, stage, 0), sequence.serial, sequence)
             for waiting, lengths, of_class_left in classes:
                 for rank, i in enumerate(due_first(lengths, of_class_left, rows)):

@@ -36,6 +36,7 @@ from pipeline.answers.segments import (
 from pipeline.ledger.ledger import JobLedger, part_key
 from pipeline.ledger.records import PartSummary
 from pipeline.planner import BrokenInput, SourceFile
+from pipeline.planner.validate import ValidRow
 from pipeline.ports import ObjectNotFound, StoreError
 from pipeline.results.former_answers import StoredFormerAnswers
 from pipeline.results.part_files import PartEntry
@@ -133,6 +134,10 @@ class SharedAnswers:
         back = np.empty(len(order), dtype=np.int64)
         back[order] = np.arange(len(order))
         return pa.concat_tables(tables).combine_chunks().take(pa.array(back))
+
+    def accepts(self, rows: Sequence[ValidRow], answers: pa.Table) -> list[bool]:
+        """See `FormerAnswers`. Jobs of a root don't judge answers."""
+        return [True] * len(rows)
 
     def mark_given(self, keys: Sequence[bytes]) -> None:
         """See `FormerAnswers`: each of these answers may be given any number of times."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,9 @@ from schemas.jobs.outcome import JobError
 from schemas.jobs.plan import PlanSegment
 from schemas.requests.errors import RowError
 from schemas.requests.parsing import Body
+
+if TYPE_CHECKING:
+    from pipeline.planner.validate import ValidRow
 
 TokenCounter = Callable[[str], int]
 """Counts the tokens of a text with the job's tokenizer."""
@@ -149,6 +152,10 @@ class FormerAnswers(Protocol):
 
     def take(self, indices: NDArray[np.int64]) -> pa.Table:
         """The answers at `indices`, in that order: `RESULT_FIELDS`, as of their former rows."""
+        ...
+
+    def accepts(self, rows: Sequence[ValidRow], answers: pa.Table) -> list[bool]:
+        """Whether each row may have its answer, which `take` returned."""
         ...
 
     def mark_given(self, keys: Sequence[bytes]) -> None:

@@ -23,12 +23,17 @@ def take_reusable(
         columns: the input's carried columns.  created_at: of the job.  at: the time of the results.
     """
     found = former.find([row.request_key for row in checked.valid], [row.shareable for row in checked.valid])
-    if not (found >= 0).any():
+    have_one = np.flatnonzero(found >= 0)
+    if not len(have_one):
         return None
-    pairs = list(zip(checked.valid, found.tolist(), strict=True))
-    rows = [row for row, index in pairs if index >= 0]
-    checked.valid = [row for row, index in pairs if index < 0]
-    results = _results(rows, former.take(found[found >= 0]), created_at, at)
+    answers = former.take(found[have_one])
+    accepted = np.asarray(former.accepts([checked.valid[index] for index in have_one.tolist()], answers), dtype=bool)
+    if not accepted.any():
+        return None
+    taken = set(have_one[accepted].tolist())
+    rows = [row for index, row in enumerate(checked.valid) if index in taken]
+    checked.valid = [row for index, row in enumerate(checked.valid) if index not in taken]
+    results = _results(rows, answers.filter(pa.array(accepted)), created_at, at)
     arrays = list(results.columns)
     if checked.batch.carried is not None:
         arrays += checked.batch.carried.take(pa.array([row.position for row in rows], pa.int64())).columns
@@ -53,6 +58,7 @@ def _results(rows: list[ValidRow], answers: pa.Table, created_at: datetime, at: 
         "started_at": [None] * count,
         "finished_at": [at] * count,
         "attempt": [None] * count,
+        "tries": [None] * count,
     }
     for name, values in own.items():
         field = answers.schema.field(name)

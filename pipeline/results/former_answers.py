@@ -6,7 +6,7 @@ each: its key and its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +21,7 @@ from pipeline.planner.readers.expansion import decoding
 from pipeline.planner.readers.parquet import ParquetColumns
 from pipeline.planner.readers.plain_types import plain_type
 from pipeline.planner.spill import SpilledRows
+from pipeline.planner.validate import ValidRow
 from schemas.jobs.arrow_schemas import RESULT_FIELDS
 from schemas.jobs.results import RowStatus
 from schemas.requests.policy_report import may_be_repeated
@@ -32,6 +33,8 @@ BATCH_BYTES: Final = 16 << 20
 _SCHEMA: Final = pa.schema(RESULT_FIELDS)
 _KEY: Final = f"^[0-9a-f]{{{2 * KEY_BYTES}}}$"
 
+IsAcceptable = Callable[[ValidRow, str, str | None], bool]
+
 
 class StoredFormerAnswers:
     """`FormerAnswers` of result files. Rows that failed have no answer here, and neither have those that a content
@@ -42,13 +45,22 @@ class StoredFormerAnswers:
         scratch: an empty folder of its own.
         max_rows: of all files.
         job: the id of the former job; None: each row says it.
+        is_acceptable: whether a row may have a former answer with this text and finish reason; None: each may.
 
     Raises:
         BrokenInput: a file can't be decoded, or holds no results or too many.  InputError: it can't be read.
         StoreError: the disk is full.
     """
 
-    def __init__(self, files: Iterable[SourceFile], scratch: Path, max_rows: int, job: str | None = None) -> None:
+    def __init__(
+        self,
+        files: Iterable[SourceFile],
+        scratch: Path,
+        max_rows: int,
+        job: str | None = None,
+        is_acceptable: IsAcceptable | None = None,
+    ) -> None:
+        self._is_acceptable = is_acceptable
         spilled = SpilledRows(scratch / "answers.arrow", _SCHEMA)
         spill, keys = _Spill(spilled), bytearray()
         rows = 0
@@ -89,6 +101,14 @@ class StoredFormerAnswers:
     def take(self, indices: NDArray[np.int64]) -> pa.Table:
         """See `FormerAnswers`."""
         return self._reader.take(indices)
+
+    def accepts(self, rows: Sequence[ValidRow], answers: pa.Table) -> list[bool]:
+        """See `FormerAnswers`."""
+        check = self._is_acceptable
+        if check is None:
+            return [True] * len(rows)
+        pairs = zip(answers["text"].to_pylist(), answers["finish_reason"].to_pylist(), strict=True)
+        return [check(row, text or "", reason) for row, (text, reason) in zip(rows, pairs, strict=True)]
 
     def mark_given(self, keys: Sequence[bytes]) -> None:
         """See `FormerAnswers`."""

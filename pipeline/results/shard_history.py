@@ -2,15 +2,15 @@
 union, and a closed job takes its finished rows from it.
 
 Any attempt may have died between two writes, and a slow one may still be writing. So each attempt's objects are read by
-themselves, and a row counts as finished if any attempt finished it. For a row that no attempt finished, the longest
-partial answer counts; answers of different attempts are never mixed.
+themselves, and a row counts as finished if any attempt finished it. For a row that no attempt finished, the most tries
+count, and of equally many the longest partial answer; tries and answers of different attempts are never mixed.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -156,7 +156,7 @@ def _finished(logs: Iterable[list[Checkpoint]]) -> pa.Table:
 
 
 def _running(logs: Iterable[list[Checkpoint]], done: frozenset[int]) -> dict[int, tuple[LoggedChoice, ...]]:
-    """For each unfinished row, the choices of the attempt with the longest answer."""
+    """For each unfinished row, the choices of the attempt that got furthest."""
     best: dict[int, tuple[LoggedChoice, ...]] = {}
     for log in logs:
         pieces: defaultdict[tuple[int, int], list[LoggedChoice]] = defaultdict(list)
@@ -170,13 +170,14 @@ def _running(logs: Iterable[list[Checkpoint]], done: frozenset[int]) -> dict[int
             if joined is not None:
                 rows[row].append(joined)
         for row, choices in rows.items():
-            if _length(choices) > _length(best.get(row, ())):
+            if _progress(choices) > _progress(best.get(row, ())):
                 best[row] = tuple(sorted(choices, key=lambda choice: choice.choice))
     return best
 
 
-def _length(choices: Iterable[LoggedChoice]) -> int:
-    return sum(len(choice.token_ids) for choice in choices)
+def _progress(choices: Collection[LoggedChoice]) -> tuple[int, int]:
+    """The row's former tries, and the tokens of the last one."""
+    return max((len(choice.tries) for choice in choices), default=0), sum(len(choice.token_ids) for choice in choices)
 
 
 def _count_silent(attempts: tuple[AttemptRecord, ...], reported: Set[str]) -> int:

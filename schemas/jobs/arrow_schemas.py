@@ -32,6 +32,7 @@ RESULT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("served_by", pa.string()),  # the model that computed the row; `model` is the requested name
     pa.field("request_key", pa.string()),  # in hex, see `schemas.requests.request_key`; null: the line was refused
     pa.field("reused_from", pa.string()),  # the id of the job that computed the answer, if another one did
+    pa.field("tries", pa.int32()),  # of an answer that was judged (`JobSettings.max_tries`); null: it was not
 )
 
 SHARD_FIELDS: tuple[pa.Field, ...] = (

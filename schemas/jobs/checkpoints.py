@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import ValidationError
@@ -46,6 +47,7 @@ RUNNING_SCHEMA = pa.schema(
         pa.field("logprobs", pa.list_(pa.float32())),  # of each token, when the request asks for them
         pa.field("top_ids", pa.list_(pa.int32())),  # the most likely ones, token after token
         pa.field("top", pa.list_(pa.float32())),
+        pa.field("tries", pa.string()),  # of a row that was asked before, as JSON; with its first piece
     ]
 )
 
@@ -87,6 +89,20 @@ class LoggedLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class FormerTry:
+    """A try of a row whose answer was not accepted.
+
+    Attributes:
+        text: the answer.  error: why it was not accepted, as the model is told.
+        usage: the tokens of this try.
+    """
+
+    text: str
+    error: str
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
 class LoggedChoice:
     """A choice of a row that has not finished.
 
@@ -95,6 +111,7 @@ class LoggedChoice:
         token_ids: int32 [tokens], without an end token.
         finish_reason, stop_token_id: how it ended, while other choices of the row still run.
         logprobs: along the tokens, when the request asks for them.
+        tries: the row's tries before this one; with the piece that starts at 0.
     """
 
     row: int
@@ -104,6 +121,7 @@ class LoggedChoice:
     finish_reason: str | None = None
     stop_token_id: int | None = None
     logprobs: LoggedLogprobs | None = None
+    tries: tuple[FormerTry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +172,8 @@ def decode(data: bytes) -> Checkpoint:
     try:
         head = CheckpointHead.model_validate_json(data[_HEADER : _HEADER + length])
         stream = pa.BufferReader(memoryview(data)[_HEADER + length :])
-        finished = _with_new_columns(pa.ipc.open_stream(stream).read_all())
-        running = pa.ipc.open_stream(stream).read_all()
+        finished = _with_new_columns(pa.ipc.open_stream(stream).read_all(), FINISHED_SCHEMA)
+        running = _with_new_columns(pa.ipc.open_stream(stream).read_all(), RUNNING_SCHEMA)
     except (ValidationError, pa.ArrowInvalid, OSError) as error:
         raise DamagedCheckpoint(str(error).splitlines()[0]) from error
     if finished.schema != FINISHED_SCHEMA or running.schema != RUNNING_SCHEMA:
@@ -163,12 +181,12 @@ def decode(data: bytes) -> Checkpoint:
     return Checkpoint(head, finished, tuple(_choice(line) for line in running.to_pylist()))
 
 
-def _with_new_columns(finished: pa.Table) -> pa.Table:
-    """Finished rows of a former version, with nulls in the columns that were added since; those are nullable."""
-    for at, field in enumerate(FINISHED_SCHEMA):
-        if field.nullable and field.name not in finished.column_names and at <= finished.num_columns:
-            finished = finished.add_column(at, field, pa.nulls(finished.num_rows, field.type))
-    return finished
+def _with_new_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """A table of a former version, with nulls in the columns that were added since; those are nullable."""
+    for at, field in enumerate(schema):
+        if field.nullable and field.name not in table.column_names and at <= table.num_columns:
+            table = table.add_column(at, field, pa.nulls(table.num_rows, field.type))
+    return table
 
 
 def join(pieces: Sequence[LoggedChoice]) -> LoggedChoice | None:
@@ -194,6 +212,7 @@ def join(pieces: Sequence[LoggedChoice]) -> LoggedChoice | None:
         finish_reason=whole[-1].finish_reason,
         stop_token_id=whole[-1].stop_token_id,
         logprobs=_joined(logprobs) if logprobs else None,
+        tries=whole[0].tries,
     )
 
 
@@ -217,6 +236,7 @@ def _running_table(choices: list[LoggedChoice]) -> pa.Table:
         "logprobs": [None if logprobs is None else logprobs.chosen for logprobs in given],
         "top_ids": [None if logprobs is None else logprobs.top_ids.reshape(-1) for logprobs in given],
         "top": [None if logprobs is None else logprobs.top.reshape(-1) for logprobs in given],
+        "tries": [_tries_as_json(choice.tries) for choice in choices],
     }
     return pa.table(columns, schema=RUNNING_SCHEMA)
 
@@ -239,4 +259,17 @@ def _choice(line: dict[str, Any]) -> LoggedChoice:
         finish_reason=line["finish_reason"],
         stop_token_id=line["stop_token_id"],
         logprobs=logprobs,
+        tries=_tries_of_json(line["tries"]),
     )
+
+
+def _tries_as_json(tries: Sequence[FormerTry]) -> str | None:
+    if not tries:
+        return None
+    values = [{"text": one.text, "error": one.error, "usage": one.usage.model_dump()} for one in tries]
+    return orjson.dumps(values).decode()
+
+
+def _tries_of_json(data: str | None) -> tuple[FormerTry, ...]:
+    values = [] if data is None else orjson.loads(data)
+    return tuple(FormerTry(one["text"], one["error"], Usage.model_validate(one["usage"])) for one in values)

@@ -21,6 +21,8 @@ from schemas.virtual_models import VirtualModel
 MetadataKey = Annotated[str, Field(min_length=1, max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
+MAX_TRIES = 100
+
 
 class Tier(StrEnum):
     """Priority class: interactive (the streaming lane), standard (usually with a deadline) or bulk (spare capacity)."""
@@ -56,6 +58,8 @@ class JobSettings(StoredModel):
         virtual_models: names that requests may use besides those of the pinned models, with their rules; the rules'
             models are pinned. None: there are none.
         cascade: of which the job is a step. None: of none.
+        max_tries: answers are judged, and a row whose answer is not accepted is asked again, at most so often in all.
+            None: answers are not judged.
     """
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
@@ -70,6 +74,7 @@ class JobSettings(StoredModel):
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     virtual_models: tuple[VirtualModel, ...] | None = None
     cascade: CascadeSettings | None = None
+    max_tries: Annotated[int, Field(ge=1, le=MAX_TRIES)] | None = None
     limits: Limits = Limits()
     plan: PlanSettings = PlanSettings()
 

@@ -46,6 +46,8 @@ class ResultRow:
             texts simply passed.
         served_by: name of the model of the worker that took the row; filled when its part is made.
         request_key: in hex; filled likewise.  reused_from: the id of the job that computed the answer; None: this one.
+        tries: how often it was asked, for an answer that was judged; the tokens are those of all tries. None: it was
+            not judged.
     """
 
     custom_id: str | None
@@ -72,6 +74,7 @@ class ResultRow:
     served_by: str | None = None
     request_key: str | None = None
     reused_from: str | None = None
+    tries: int | None = None
 
     @classmethod
     def from_error(

@@ -21,6 +21,8 @@ class RowErrorCode(StrEnum):
     BATCH_EXPIRED = "batch_expired"
     BATCH_CANCELLED = "batch_cancelled"
     SPEND_LIMIT = "spend_limit"
+    INCOMPLETE_ANSWER = "incomplete_answer"
+    INVALID_ANSWER = "invalid_answer"
     ENGINE_ERROR = "engine_error"
 
 
@@ -37,6 +39,8 @@ STATUS_CODES: dict[RowErrorCode, int] = {
     RowErrorCode.BATCH_EXPIRED: 408,
     RowErrorCode.BATCH_CANCELLED: 409,
     RowErrorCode.SPEND_LIMIT: 402,
+    RowErrorCode.INCOMPLETE_ANSWER: 422,
+    RowErrorCode.INVALID_ANSWER: 422,
     RowErrorCode.ENGINE_ERROR: 500,
 }
 """The HTTP status of each error code."""

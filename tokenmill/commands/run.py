@@ -35,6 +35,7 @@ from tokenmill.config.cli_options import (
     MaxNumBatchedTokens,
     MaxNumSeqs,
     MaxOutputTokens,
+    MaxTries,
     MicroBatches,
     Models,
     OnInvalid,
@@ -100,6 +101,7 @@ def run(
     ] = "row",
     fresh: Fresh = False,
     reuse: Reuse = None,
+    max_tries: MaxTries = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows of the input.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of sampled requests that bring none.")] = 0,
     price_per_hour: PricePerHour = None,
@@ -153,6 +155,8 @@ def run(
         raise typer.BadParameter("takes no cascade (--then)", param_hint="--prompt")
     if adapter and (prompt is not None or then is not None):
         raise typer.BadParameter("takes neither a table (--prompt) nor a cascade (--then)", param_hint="--adapter")
+    if max_tries is not None and (prompt is not None or then is not None):
+        raise typer.BadParameter("takes neither a table (--prompt) nor a cascade (--then)", param_hint="--max-tries")
     if dry_run and (chat_template is not None or reuse is not None):
         raise typer.BadParameter("takes no other --chat-template, and no --reuse", param_hint="--dry-run")
     settings, out = read_settings(), out.expanduser()
@@ -170,6 +174,7 @@ def run(
     wanted = job_options.job_settings(
         settings, tier=tier, seed=seed, on_invalid=on_invalid, limit=limit if prompt is None else None,
         max_output_tokens=max_output_tokens, truncate_prompt=truncate_prompt,
+        max_tries=max_tries,
     )  # fmt: skip
     table = None
     if prompt is not None:

@@ -400,6 +400,15 @@ OutputColumn = Annotated[
         "[default: answer]",
     ),
 ]
+MaxTries = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=100,
+        help="Judge answers by the form that their requests ask for, and ask a row again whose answer is cut off or "
+        "doesn't fit, at most so often in all. Without it answers are taken as they are.",
+    ),
+]
 SamplingValues = Annotated[
     list[str] | None,
     typer.Option(

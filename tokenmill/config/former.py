@@ -15,7 +15,7 @@ from pipeline.inputs.regular_files import IrregularFile, open_regular, open_regu
 from pipeline.ledger.ledger import JOB, MANIFEST, JobLedger, JobNotFound, LedgerError, ResultsRemoved, part_key
 from pipeline.planner import InputError, SourceFile
 from pipeline.ports import PipelineError
-from pipeline.results.former_answers import ADVICE, StoredFormerAnswers
+from pipeline.results.former_answers import ADVICE, IsAcceptable, StoredFormerAnswers
 from pipeline.results.part_files import read_part
 from pipeline.results.verification import ResultsDamaged, check_files
 
@@ -29,12 +29,15 @@ class FormerUnusable(PipelineError):
 
 
 @contextmanager
-def open_former(path: Path, scratch: Path, max_rows: int) -> Iterator[StoredFormerAnswers]:
+def open_former(
+    path: Path, scratch: Path, max_rows: int, is_acceptable: IsAcceptable | None = None
+) -> Iterator[StoredFormerAnswers]:
     """The answers of former results. Of a run that has not ended they are those that are committed now.
 
     Args:
         scratch: a folder for the answers, which are removed at the end.
         max_rows: that the results may have.
+        is_acceptable: see `StoredFormerAnswers`.
 
     Raises:
         FormerUnusable: the message names the file.  StoreError: the disk is full.
@@ -43,10 +46,10 @@ def open_former(path: Path, scratch: Path, max_rows: int) -> Iterator[StoredForm
         try:
             if path.suffix == SUFFIX and not path.is_dir():
                 source = SourceFile(str(path), partial(open_regular, path))
-                answers = StoredFormerAnswers([source], Path(folder), max_rows)
+                answers = StoredFormerAnswers([source], Path(folder), max_rows, None, is_acceptable)
             else:
                 files, job = _of_run(path)
-                answers = StoredFormerAnswers(files, Path(folder), max_rows, job)
+                answers = StoredFormerAnswers(files, Path(folder), max_rows, job, is_acceptable)
         except (InputError, IrregularFile, LedgerError, JobNotFound, ResultsRemoved, ResultsDamaged) as error:
             raise FormerUnusable(f"{error}; {ADVICE}") from error
         yield answers

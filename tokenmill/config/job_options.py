@@ -104,6 +104,7 @@ def job_settings(
     limit: int | None = None,
     max_output_tokens: int | None = None,
     truncate_prompt: str | None = None,
+    max_tries: int | None = None,
 ) -> JobSettings:
     """The settings that change a job's answers or its plan. Raises `UserError`."""
     from schemas.jobs.job import JobSettings, OnInvalid, Tier
@@ -119,6 +120,7 @@ def job_settings(
         default_max_tokens=min(settings.default_max_tokens, max_output_tokens or cap),
         max_output_tokens=max_output_tokens or cap,
         truncate_prompt=None if truncate_prompt is None else TruncatePrompt(truncate_prompt),
+        max_tries=max_tries,
         limits=settings.limits,
         plan=settings.plan,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.config.rule_files import read_document
 from tokenmill.errors import UserError
@@ -75,22 +75,19 @@ def _matcher(pattern: str) -> Callable[[str], bool]:
 
 
 def _validator(schema: dict[str, Any]) -> Callable[[str], bool]:
-    """Whether a text is JSON of the schema. Nothing is fetched, and patterns take linear time."""
-    import jsonschema_rs
+    """Whether a text is JSON of the schema."""
     import orjson
 
-    def refuse(uri: str) -> NoReturn:
-        raise ValueError(f"{uri} is not in the schema itself")
+    from workers.structured.form_check import schema_check
 
     try:
-        validator = jsonschema_rs.validator_for(schema, retriever=refuse, pattern_options=jsonschema_rs.RegexOptions())
-    except (jsonschema_rs.ValidationError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"json_schema: can't be used: {reason}") from error
+        first_error = schema_check(schema)
+    except ValueError as error:
+        raise UserError(f"json_schema: can't be used: {str(error).splitlines()[0]}") from error
 
     def is_valid(text: str) -> bool:
         try:
-            return bool(validator.is_valid(orjson.loads(text)))
+            return first_error(orjson.loads(text)) is None
         except orjson.JSONDecodeError:
             return False
 

@@ -22,12 +22,14 @@ from pipeline.jobs.planning import plan_job
 from pipeline.jobs.submit import JobOrder, submit
 from pipeline.jobs.summaries import summarize_job
 from pipeline.planner import open_source
+from pipeline.planner.validate import ValidRow
 from pipeline.results.former_answers import StoredFormerAnswers
 from pipeline.results.verification import check_files
 from schemas.jobs.outcome import Counts, Manifest
 from schemas.jobs.plan import PlanSegment, ShardRef
 from schemas.jobs.progress import Progress
 from schemas.models import ModelPin
+from schemas.requests.parsing import ChatBody, load_body
 from tokenmill.config.engine_options import EngineOptions
 from tokenmill.config.former import FormerUnusable, open_former
 from tokenmill.config.inputs import open_input
@@ -37,11 +39,13 @@ from tokenmill.local.adapters import adapter_pins
 from tokenmill.local.data_parallel import divide
 from tokenmill.local.embedded import EmbeddedWork, Output, dispatch, open_output
 from tokenmill.local.model_rotation import compute_in_rotation
-from tokenmill.local.run_plan import RunPlan, load_model
+from tokenmill.local.run_plan import RunPlan, check_judging, load_model
 from tokenmill.local.tracker import RotationObserver, RunTracker
 from tokenmill.processes.planner_process import PlannerProcess
 from workers.model.generation_config import sampling_defaults
 from workers.model.loaded_model import LoadedModel, check_vllm, dtype_name, engine_of, model_digest, model_path
+from workers.shards.answer_judge import find_rejection
+from workers.structured.form_check import is_judged
 from workers.text.chat_options import ChatOptions
 
 
@@ -72,6 +76,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
 
     Raises what submitting, planning, loading and working raise; committed results stay.
     """
+    check_judging(plan)
     tracker.phase("checking the model")
     only_name = plan.settings.model or (plan.models[0].name if len(plan.models) == 1 else None)
     open_source(open_input(plan.inputs).files(), plan.inputs.format, plan.settings.limits, only_name)
@@ -83,19 +88,19 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
     )  # fmt: skip
     with open_output(plan.output) as output, ExitStack() as formers:
         former = None
-        if plan.reuse is not None and (plan.fresh or output.ledger.segment(0) is None):
+        if plan.reuse is not None and (plan.fresh or not _is_planned(output, plan)):
             former = formers.enter_context(_open_former(plan.reuse, plan, output.world.scratch, tracker))
         submitted = submit(order, output.ledger, output.world, fresh=plan.fresh)
         manifest = output.ledger.manifest()
         if manifest is not None:
             check_files(output.ledger, manifest)
             return JobRun(manifest, manifest.counts, manifest.counts.total)
-        if output.ledger.segment(0) is None:
+        if not _is_planned(output, plan):
             tracker.phase("planning")
             counter = token_counter(Path(pins[0].source), plan.chat)
             plan_job(
-                output.ledger, submitted.job, output.world, counter, max_segments=1, open_input=open_input,
-                former=former,
+                output.ledger, submitted.job, output.world, counter, max_segments=None if _judges_former(plan) else 1,
+                open_input=open_input, former=former,
             )  # fmt: skip
         formers.close()
         segments = list(output.ledger.segments())
@@ -179,6 +184,18 @@ def _checked_pin(plan: RunPlan, model: ChosenModel) -> ModelPin:
     return pin
 
 
+def _judges_former(plan: RunPlan) -> bool:
+    """Whether former answers are judged. This process does that, so it makes the whole plan before it computes."""
+    return plan.reuse is not None and plan.settings.max_tries is not None
+
+
+def _is_planned(output: Output, plan: RunPlan) -> bool:
+    """Whether as much is planned as this process plans before it computes."""
+    if not _judges_former(plan):
+        return output.ledger.segment(0) is not None
+    return any(segment.last for segment in output.ledger.segments())
+
+
 def _open_former(
     former: Path, plan: RunPlan, scratch: Path, tracker: RunTracker
 ) -> AbstractContextManager[StoredFormerAnswers]:
@@ -186,7 +203,22 @@ def _open_former(
     if former.resolve() == plan.output.resolve():
         raise FormerUnusable(f"{former}: is the output itself; give another output, or leave reuse out")
     tracker.phase("reading the former answers")
-    return open_former(former, scratch, plan.settings.limits.max_rows)
+    return open_former(
+        former, scratch, plan.settings.limits.max_rows, partial(_accepts, plan) if _judges_former(plan) else None
+    )
+
+
+def _accepts(plan: RunPlan, row: ValidRow, text: str, finish_reason: str | None) -> bool:
+    """Whether a row may have a former answer; if not, it is computed."""
+    body = load_body(row.url, row.body)
+    if not isinstance(body, ChatBody) or not is_judged(row.url, body):
+        return True
+    try:
+        return find_rejection(body, row.row, text, plan.worker.check, is_cut_off=finish_reason == "length") is None
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - the check fails with it; of a new answer that is the row's error
+        return False
 
 
 def open_shards(output: Output, segments: list[PlanSegment]) -> list[ShardRef]:

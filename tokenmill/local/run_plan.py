@@ -17,6 +17,7 @@ from tokenmill.config import job_options
 from tokenmill.config.engine_choice import choose_engines
 from tokenmill.config.engine_options import EngineOptions
 from tokenmill.config.job_options import ChosenModel
+from tokenmill.errors import UserError
 from tokenmill.settings import read_settings
 from workers.model.loaded_model import LoadedModel
 from workers.policies.policy import Policies
@@ -121,6 +122,15 @@ def worker_settings(settings: Settings, policies: Policies) -> WorkerSettings:
         checkpoint_seconds=settings.checkpoint_seconds,
         policies=policies,
     )
+
+
+def check_judging(plan: RunPlan) -> None:
+    """Raise `UserError` if the answers of the job can't be judged as its settings want it."""
+    if plan.settings.max_tries is not None and plan.worker.policies.named:
+        raise UserError(
+            "content policies judge an answer after its last try, so rows can't be asked again; leave out --max-tries, "
+            "or the policies"
+        )
 
 
 def load_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment] | None) -> LoadedModel:

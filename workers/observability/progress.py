@@ -39,13 +39,13 @@ class WorkerCounts:
         """Add refused rows."""
         return replace(self, failed=self.failed + rows)
 
-    def with_computed(self, rows: int, completion: Completion, failed: bool) -> WorkerCounts:
-        """Add one computed row and its `rows` - 1 copies."""
+    def with_computed(self, succeeded: int, failed: int, completion: Completion) -> WorkerCounts:
+        """Add one computed request, which answers so many rows."""
         start, end = completion.started_at, completion.finished_at
         return replace(
             self,
-            succeeded=self.succeeded + (0 if failed else rows),
-            failed=self.failed + (rows if failed else 0),
+            succeeded=self.succeeded + succeeded,
+            failed=self.failed + failed,
             prompt_tokens=self.prompt_tokens + completion.prompt_tokens,
             cached_tokens=self.cached_tokens + completion.cached_tokens,
             completion_tokens=self.completion_tokens + completion.generated_tokens,

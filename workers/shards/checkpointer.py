@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from engine.request import Completion, PartialChoice, Request
+import numpy as np
+
+from engine.request import Completion, PartialChoice
 from engine.scheduler.resume import resumed_tokens
 from engine.step_engine import StepEngine
 from pipeline.ports import StoreError
@@ -21,6 +23,7 @@ from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow
 from workers.shards.open_shard import OpenShard
 from workers.shards.resume import logged_choice, unfinished
 from workers.translation.responses import ResponseBuilder
+from workers.translation.tries import total_usage, usage_of
 
 NO_USAGE: Final = Usage()
 
@@ -82,16 +85,27 @@ class Checkpointer:
         if name not in self._rows and completion.generated_tokens <= completion.resumed_tokens:
             return  # its tokens are in an earlier attempt's log
         logged = self._rows.setdefault(name, LoggedRow(counted=completion.resumed_tokens))
-        shard.retained += self._add(shard, logged, row.names[0].row, unfinished(completion, logged.tokens))
+        shard.retained += self._add(shard, logged, row, unfinished(completion, logged.tokens))
+
+    def end_try(self, shard: OpenShard, row: PreparedRow, completion: Completion) -> None:
+        """The row left the engine, and its answer was not accepted: log this with the next snapshot. `row`: as it is
+        asked again."""
+        self._count_sampled(shard, completion)
+        nothing = np.zeros(0, np.int32)
+        shard.retained.append(LoggedChoice(row.names[0].row, 0, 0, nothing, tries=row.tries))
 
     def finish(self, shard: OpenShard, row: FinishedRow) -> None:
         """Record that a row has its outcome."""
         shard.finished.append(row)
         shard.num_finished += 1
         if isinstance(row, ComputedRow):
-            logged = self._rows.pop(row.completion.request_id, None)
-            counted = row.completion.resumed_tokens if logged is None else logged.counted
-            shard.unlogged += row.completion.generated_tokens - counted
+            self._count_sampled(shard, row.completion)
+
+    def _count_sampled(self, shard: OpenShard, completion: Completion) -> None:
+        """Count the tokens that a request has sampled since the last snapshot; it is not tracked any more."""
+        logged = self._rows.pop(completion.request_id, None)
+        counted = completion.resumed_tokens if logged is None else logged.counted
+        shard.unlogged += completion.generated_tokens - counted
 
     def snapshot(self, shard: OpenShard, running: Iterable[PreparedRow]) -> ShardSnapshot:
         """New outcomes and tokens since the shard's last snapshot; `running` are its rows in the engine. Call it
@@ -99,12 +113,13 @@ class Checkpointer:
         finished, shard.finished = shard.finished, []
         choices, shard.retained = shard.retained, []
         for row in running:
-            choices += self._new_choices(shard, row.request, row.names[0].row)
+            choices += self._new_choices(shard, row)
         shard.generated += shard.unlogged
         shard.unlogged = 0
         return ShardSnapshot(shard, finished, choices, shard.generated, shard.busy_seconds)
 
-    def _new_choices(self, shard: OpenShard, request: Request, row: int) -> list[LoggedChoice]:
+    def _new_choices(self, shard: OpenShard, row: PreparedRow) -> list[LoggedChoice]:
+        request = row.request
         logged = self._rows.get(request.request_id)
         new = self._engine.partial(request, None if logged is None else logged.tokens)
         if logged is None:
@@ -114,7 +129,9 @@ class Checkpointer:
             logged = self._rows[request.request_id] = LoggedRow(counted=resumed)
         return self._add(shard, logged, row, new)
 
-    def _add(self, shard: OpenShard, logged: LoggedRow, row: int, new: Iterable[PartialChoice]) -> list[LoggedChoice]:
+    def _add(
+        self, shard: OpenShard, logged: LoggedRow, row: PreparedRow, new: Iterable[PartialChoice]
+    ) -> list[LoggedChoice]:
         """The row's tokens that follow the logged ones, as log records; they count as logged from now on."""
         choices = []
         for partial in new:
@@ -164,14 +181,10 @@ class Checkpointer:
         for row in finished:
             if isinstance(row, ComputedRow):
                 completion = row.completion
-                usages[row.prepared.names[0].row] = Usage(
-                    prompt=completion.prompt_tokens,
-                    cached=completion.cached_tokens,
-                    completion=completion.generated_tokens,
-                    drafted=completion.drafted_tokens,
-                    accepted=completion.accepted_tokens,
-                )
+                usages[row.prepared.names[0].row] = total_usage(row.prepared.tries, usage_of(completion))
                 shard.record_times(completion.started_at, completion.finished_at)
+            elif row.tries:
+                usages[row.names[0].row] = total_usage(row.tries)
         rows = self._builder.results(finished, envelope)
         costs = [usages.get(row.row, NO_USAGE) for row in rows]
         shard.built_rows += rows

@@ -80,6 +80,11 @@ class OpenShard:
         return 1 - self.num_finished / self.total if self.total else 0.0
 
     @property
+    def is_asking_again(self) -> bool:
+        """Whether the next row is to be asked again, which it is at once, while the blocks of its prompt are cached."""
+        return self.is_begun and bool(self.waiting[0].tries)
+
+    @property
     def is_done(self) -> bool:
         """Whether all rows have an outcome."""
         return self.num_finished == self.total

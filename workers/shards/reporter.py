@@ -14,7 +14,7 @@ from workers.model.loaded_model import LoadedModel
 from workers.observability.metrics import MetricsReader
 from workers.observability.progress import RateMeter, WorkerCounts, WorkerObserver, WorkerProgress
 from workers.policies.counts import PolicyCounts
-from workers.rows import RejectedRow
+from workers.rows import ComputedRow, RejectedRow
 from workers.shards.heartbeats import HeartbeatSender
 from workers.shards.open_shard import OpenShard, PreparedShard
 from workers.side_work import SideWork
@@ -57,10 +57,16 @@ class WorkerReporter:
         self._counts = self._counts.with_refused(sum(len(row.names) for row in rows))
         self._metrics.ended.record_refused(tier, len(rows))
 
-    def count_computed(self, tier: Tier, num_copies: int, completion: Completion) -> None:
-        """A row has its outcome; `num_copies`: it and its copies."""
-        self._counts = self._counts.with_computed(num_copies, completion, failure_of(completion) is not None)
+    def count_computed(self, tier: Tier, row: ComputedRow) -> None:
+        """A row and its copies have their outcome."""
+        copies, completion = len(row.prepared.names), row.completion
+        failed = len(row.rejected) if failure_of(completion) is None else copies
+        self._counts = self._counts.with_computed(copies - failed, failed, completion)
         self._metrics.ended.record(tier, completion)
+
+    def count_try(self, completion: Completion) -> None:
+        """A row has an answer that is not accepted, and no outcome yet."""
+        self._counts = self._counts.with_computed(0, 0, completion)
 
     def count_part(self, rows: int, committed: bool) -> None:
         """A shard's part is durable; `committed`: this worker wrote it."""

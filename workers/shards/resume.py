@@ -70,17 +70,18 @@ def _scores_prompt(request: Request, choice: PartialChoice) -> bool:
     )
 
 
-def logged_choice(row: int, start: int, partial: PartialChoice) -> LoggedChoice:
+def logged_choice(row: PreparedRow, start: int, partial: PartialChoice) -> LoggedChoice:
     """The log record of a choice; its first token is at index `start` of the answer."""
     given = partial.logprobs
     return LoggedChoice(
-        row=row,
+        row=row.names[0].row,
         choice=partial.index,
         start=start,
         token_ids=partial.token_ids,
         finish_reason=None if partial.finish_reason is None else partial.finish_reason.value,
         stop_token_id=partial.stop_token_id,
         logprobs=None if given is None else LoggedLogprobs(given.chosen, given.top_ids, given.top),
+        tries=() if start else row.tries,
     )
 
 

@@ -12,6 +12,7 @@ import structlog
 from pydantic import ValidationError
 
 from pipeline.worker_client.ports import ShardWork
+from schemas.jobs.checkpoints import FormerTry
 from schemas.requests.dialects.registry import DIALECTS, translate_error
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import BODIES, CHAT_URL, Body, ChatBody, GenerationBody, load_body
@@ -26,10 +27,12 @@ from workers.rows import PreparedRow, RejectedRow, RowName
 from workers.shards.isolation import condemn
 from workers.shards.open_shard import PreparedShard
 from workers.shards.resume import resume
+from workers.structured.form_check import is_judged
 from workers.translation.policy_texts import texts_of_prompt
 from workers.translation.pooled import Inputs, PooledReader
 from workers.translation.prompts import Prompt, encode
 from workers.translation.requests import PRIORITIES, JobRules, RowHints, Translator
+from workers.translation.tries import body_of_retry
 from workers.translation.unexpected import unforeseen
 
 HINTS = ("prefix_group", "prefix_readers", "expected_tokens")
@@ -52,6 +55,7 @@ class _Line:
     inputs: Inputs = ()  # of a request that is answered with numbers
     guard: PolicyGuard | None = None
     error: RowError | None = None
+    tries: tuple[FormerTry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class ShardReader:
     def prepare(self, work: ShardWork) -> PreparedShard:
         """Prepare or refuse each row of the shard. Raises `ModelMismatchError` and `JudgingInterrupted` (see there)."""
         lines = self._lines(work)
+        judges = work.job.settings.max_tries is not None
         for line in lines:
             line.error = condemn(work.history.blamed.get(line.names[0].row, 0))
         model, rules = self.model, self._rules(work)
@@ -83,13 +88,26 @@ class ShardReader:
         for line in lines:
             row = self._prepared(line, work, translator, pooled)
             if row is not None:
-                waiting.append(row)
+                waiting.append(replace(row, is_judged=judges and is_judged(line.url, row.body)))
             else:
                 assert line.error is not None
                 report = NO_REPORT if line.guard is None else line.guard.report
                 requested = line.model if line.parsed is None else line.parsed.model
                 rejected.append(RejectedRow(line.names, requested, line.error, now, now, report))
         return PreparedShard(work, tuple(waiting), tuple(rejected))
+
+    def ask_again(self, work: ShardWork, row: PreparedRow, former: FormerTry) -> PreparedRow:
+        """The row whose answer was not accepted, behind its messages, that answer and the reason. Raises `RowError`
+        where the longer prompt can't be answered."""
+        assert isinstance(row.body, ChatBody), "only chats are judged"
+        tries = (*row.tries, former)
+        body = body_of_retry(row.body, tries)
+        translator = Translator(self.model.tokenizer, self.model.limits, self._rules(work), self.model.grammars)
+        (prompts,) = encode(self.model.tokenizer, [translator.prompts_of(body)], chat=True)
+        hints = RowHints(row.names[0].row, expected_tokens=row.request.expected_tokens)
+        request = translator.request(row.request.request_id, body, prompts, hints)
+        request = replace(request, continues=True, adapter=row.request.adapter)
+        return replace(row, request=request, tries=tries, given_tokens=sum(map(len, prompts)))
 
     def _rules(self, work: ShardWork) -> JobRules:
         settings = work.job.settings
@@ -124,9 +142,10 @@ class ShardReader:
                 row_names = (name, *copies.pop(name.row, ()))
                 if name.row in finished:
                     continue
-                lines.append(
-                    _Line(row_names, columns["url"][index], columns["body"][index], columns["model"][index], hints)
-                )
+                tries = next((choice.tries for choice in work.history.running.get(name.row, ()) if choice.tries), ())
+                line = _Line(row_names, columns["url"][index], columns["body"][index], columns["model"][index], hints)
+                line.tries = tries
+                lines.append(line)
         assert not copies, f"shard {work.shard}: rows {sorted(copies)[:5]} have copies, but are not in the shard"
         return lines
 
@@ -139,10 +158,11 @@ class ShardReader:
             url = CHAT_URL if line.url in DIALECTS else line.url  # policies judge what the model gets
             about = JudgedText(f"{work.job.id}/{line.names[0].row}", work.job.tenant, line.model, url)
             line.guard = self.policies.guard(about, self.model.answers_to)
-            if isinstance(line.parsed, GenerationBody):
-                line.prompts = translator.prompts_of(line.parsed)
+            tried = _body_of_try(line.parsed, line.tries)
+            if isinstance(tried, GenerationBody):
+                line.prompts = translator.prompts_of(tried)
             else:
-                line.inputs = pooled.inputs_of(line.parsed)
+                line.inputs = pooled.inputs_of(tried)
         except RowError as error:
             line.error = translate_error(line.url, error)
         except (ModelMismatchError, MemoryError):  # it concerns the run, not the row
@@ -223,16 +243,17 @@ class ShardReader:
     ) -> PreparedRow | None:
         if line.error is not None or line.parsed is None:
             return None
+        tried = _body_of_try(line.parsed, line.tries)
         request_id = f"{work.job.id}/{work.shard}/{line.names[0].row}"
         logged = work.history.running.get(line.names[0].row)
         given_tokens = None
         try:
-            if not isinstance(line.parsed, GenerationBody):
-                request = pooled.request(request_id, line.parsed, line.inputs, line.hints)
+            if not isinstance(tried, GenerationBody):
+                request = pooled.request(request_id, tried, line.inputs, line.hints)
             else:
                 prompts = [prompt for prompt in line.prompts if not isinstance(prompt, str)]
                 assert len(prompts) == len(line.prompts), "prompts are encoded before"
-                request = translator.request(request_id, line.parsed, prompts, line.hints)
+                request = translator.request(request_id, tried, prompts, line.hints)
                 given_tokens = sum(map(len, prompts))
             if line.model in self.model.adapters:
                 request = replace(request, adapter=line.model)
@@ -246,8 +267,19 @@ class ShardReader:
             line.error = _unforeseen(error, "a row could not be prepared", line, work)
             return None
         return PreparedRow(
-            line.names, line.parsed, request, line.guard, DIALECTS.get(line.url), given_tokens=given_tokens
+            line.names,
+            line.parsed,
+            request,
+            line.guard,
+            DIALECTS.get(line.url),
+            given_tokens=given_tokens,
+            tries=line.tries,
         )
+
+
+def _body_of_try(body: Body, tries: Sequence[FormerTry]) -> Body:
+    """The request as the model is asked: after former tries a longer conversation."""
+    return body_of_retry(body, tries) if tries and isinstance(body, ChatBody) else body
 
 
 def _unforeseen(error: Exception, what: str, line: _Line, work: ShardWork) -> RowError:

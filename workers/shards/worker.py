@@ -39,6 +39,7 @@ from workers.observability.tracing import ShardSpans, end_step
 from workers.policies.retry import JudgingInterrupted, PolicyRetry
 from workers.rows import ComputedRow, PreparedRow, RejectedRow
 from workers.settings import IDLE_SECONDS, WorkerSettings
+from workers.shards.answer_judge import AnswerJudge
 from workers.shards.cost_sharing import shares_of_step
 from workers.shards.degradation import ShardDegradation, no_steps
 from workers.shards.executors import worker_executors
@@ -53,6 +54,7 @@ from workers.shards.shard_reader import ShardReader
 from workers.shards.write_queue import RunningRow, ShardWriter
 from workers.side_work import NoSideWork, SideWork, drain_side_work
 from workers.translation.responses import failure_of
+from workers.translation.tries import error_of_refused_retry
 
 logger = structlog.get_logger(__name__)
 
@@ -98,6 +100,7 @@ class ShardWorker:
         self._fetcher = ShardFetcher(source, sink, reader, clock, self._settings.poll_interval_seconds)
         self._writer = ShardWriter(model, sink, clock, self._settings, self._report)
         self._checkpointer = self._writer.checkpointer
+        self._judge = AnswerJudge(reader, self._writer.builder, self._settings.check)
         self._reporter = WorkerReporter(
             model, clock, self._side_work, observer, self._settings.report_interval_seconds,
             self._settings.policies.counts,
@@ -298,7 +301,7 @@ class ShardWorker:
             limit = ahead + self._num_less_urgent_rows(shard)
             if shard.waiting and self._engine.num_waiting < limit and not self._has_begun(shard):
                 break
-            while shard.waiting and self._engine.num_waiting < limit:
+            while shard.waiting and (self._engine.num_waiting < limit or shard.is_asking_again):
                 self._add(shard, shard.waiting.popleft())
         self._engine.settle(more_to_come=not engine_has_all(self._shards, last_open=last_open))
 
@@ -362,8 +365,9 @@ class ShardWorker:
         except RequestRefused as error:
             too_long = isinstance(error, ContextLengthExceeded)
             code = RowErrorCode.CONTEXT_LENGTH_EXCEEDED if too_long else RowErrorCode.INVALID_REQUEST
+            refused = error_of_refused_retry(row.tries, RowError(code, str(error)))
             now = self._engine.clock()
-            rejected = RejectedRow(row.names, row.body.model, RowError(code, str(error)), now, now, row.report)
+            rejected = RejectedRow(row.names, row.body.model, refused, now, now, row.report, row.tries)
             self._checkpointer.finish(shard, rejected)
             self._reporter.count_rejected(shard.work.tier, [rejected])
         else:
@@ -415,13 +419,24 @@ class ShardWorker:
         elif failure_of(completion) is not None and self._isolation.take(shard, row, completion):
             self._checkpointer.retain(shard, row, completion)
         else:
-            self._finish([(shard, ComputedRow(row, completion))])
+            self._end_try(shard, ComputedRow(row, completion))
+
+    def _end_try(self, shard: OpenShard, row: ComputedRow) -> None:
+        """Record the outcome of a row whose answer is accepted; any other is asked again at once, while the blocks of
+        its prompt are in the cache."""
+        judged = self._judge.judge(shard.work, row)
+        if isinstance(judged, PreparedRow):
+            self._checkpointer.end_try(shard, judged, row.completion)
+            self._reporter.count_try(row.completion)
+            shard.waiting.appendleft(judged)
+        else:
+            self._finish([(shard, judged)])
 
     def _finish(self, ended: Iterable[tuple[OpenShard, ComputedRow]]) -> None:
         """Record the outcome of these rows."""
         for shard, row in ended:
             self._checkpointer.finish(shard, row)
-            self._reporter.count_computed(shard.work.tier, len(row.prepared.names), row.completion)
+            self._reporter.count_computed(shard.work.tier, row)
 
     # -- Ending shards
 

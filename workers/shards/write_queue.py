@@ -41,6 +41,7 @@ class ShardWriter:
 
     Attributes:
         checkpointer: tracks which tokens and outcomes of the open shards are logged.
+        builder: builds the results.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class ShardWriter:
     ) -> None:
         self._is_awaited = False
         retry = PolicyRetry(clock, lambda: not self._is_awaited)
-        builder = ResponseBuilder(model.tokenizer, model.limits.classifier, retry)
-        self.checkpointer = Checkpointer(model.engine, builder, sink)
+        self.builder = ResponseBuilder(model.tokenizer, model.limits.classifier, retry)
+        self.checkpointer = Checkpointer(model.engine, self.builder, sink)
         self._model = model
         self._sink = sink
         self._now = clock.monotonic

@@ -37,6 +37,7 @@ from workers.text.tokenizer import Tokenizer
 from workers.translation.pooled import pooled_results
 from workers.translation.reasoning import count_reasoning_tokens, split_texts
 from workers.translation.requests import StopWatchers
+from workers.translation.tries import count_former_tries, count_tries
 from workers.translation.unexpected import unforeseen
 
 FAILURES: Final = {
@@ -99,9 +100,9 @@ class ResponseBuilder:
         for row in rows:
             if isinstance(row, RejectedRow):
                 refused = _refused(row.names, row.model, row.error, row.started_at, row.finished_at, envelope)
-                results += _with_report(refused, row.report)
+                results += _with_report(count_former_tries(refused, row), row.report)
             elif (error := failure_of(row.completion, row.withheld, row.prepared.request.mask)) is not None:
-                results += _with_report(_failed(row, error, envelope), row.prepared.report)
+                results += _with_report(_with_tries(row, _failed(row, error, envelope)), row.prepared.report)
             elif not isinstance(row.prepared.body, GenerationBody):
                 pooled = _build_or_fail(row, envelope, partial(self.pooled, row, envelope))
                 results += _with_report(pooled, row.prepared.report)
@@ -117,7 +118,13 @@ class ResponseBuilder:
         """The results of an answered row, or of its failure. Threads may make those of different rows."""
         row, texts = pair
         built = _build_or_fail(row, envelope, partial(self._answer, row, texts, envelope))
-        return _with_report(built, row.prepared.report)
+        return _with_report(_with_tries(row, built), row.prepared.report)
+
+    def content(self, row: ComputedRow) -> str:
+        """The text of a chat's only choice, without its thought."""
+        (texts,) = self.answer_texts([row])
+        (split,) = split_texts(row.prepared, texts, self._tokenizer)
+        return split.content
 
     def _decode_rows(self, rows: Sequence[ComputedRow]) -> Sequence[list[str] | None]:
         """The texts of each row; None for all of them: one row fails, so each must be decoded by itself."""
@@ -362,6 +369,10 @@ def _build_or_fail(row: ComputedRow, envelope: Envelope, make: Callable[[], list
     except Exception as error:  # noqa: BLE001 - it concerns one row
         name = f"{envelope.job}/{row.prepared.names[0].row}"
         return _failed(row, unforeseen(error, "a result could not be made", name), envelope)
+
+
+def _with_tries(row: ComputedRow, results: list[ResultRow]) -> list[ResultRow]:
+    return count_tries(results, row) if row.prepared.is_judged else results
 
 
 def _with_report(rows: list[ResultRow], report: PolicyReport) -> list[ResultRow]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -103,18 +105,18 @@ def requests(tmp_path: Path, kit: Any) -> Path:
 @pytest.fixture
 def load(model_folder: Path) -> Callable[[], LoadedModel]:
     config = EngineConfig(
-        dtype="float32", max_model_len=128, cache=CacheConfig(block_size=16), schedule=ScheduleConfig(max_num_seqs=8)
+        dtype="float32", max_model_len=256, cache=CacheConfig(block_size=16), schedule=ScheduleConfig(max_num_seqs=8)
     )
     return lambda: LoadedModel.load(model_folder, name="tiny", config=config, digest="sha256:1")
 
 
-def begin(tmp_path: Path, source: Path, name: str) -> World:
+def begin(tmp_path: Path, source: Path, name: str, max_tries: int | None = None) -> World:
     """A planned job in a world of its own."""
     scratch = tmp_path / name
     scratch.mkdir()
     world = simulated_world(scratch)
     ledger = JobLedger(world.store)
-    settings = JobSettings(plan=PlanSettings(max_shard_rows=7))
+    settings = JobSettings(plan=PlanSettings(max_shard_rows=7), max_tries=max_tries)
     pin = ModelPin(name="tiny", source="tiny", digest="sha256:1", dtype="float32")
     job = submit(JobOrder(input=pin_input(source), models=(pin,), settings=settings), ledger, world, job_id="job-1").job
     plan_job(ledger, job, world)
@@ -180,6 +182,48 @@ def test_given_deaths_at_any_moment_when_workers_resume_then_results_are_those_o
     assert manifest.repeated_at_most <= lives * 8 * 3
     left = [info.key for info in broken.store.list("work/")]
     assert not [key for key in left if key.endswith(tuple("0123456789"))], "checkpoints are removed with the commit"
+
+
+@pytest.mark.slow
+def test_given_deaths_in_the_middle_of_tries_when_workers_resume_then_no_logged_try_is_made_again(
+    tmp_path: Path, load: Callable[[], LoadedModel], kit: Any
+) -> None:
+    source, rows = tmp_path / "in.jsonl", 12
+    bodies = [kit.chat(f"tell me {row % 10}", max_tokens=5, temperature=1.0, seed=row % 10) for row in range(rows)]
+    lines = [
+        {"custom_id": f"id-{n}", "method": "POST", "url": "/v1/chat/completions", "body": bodies[n]}
+        for n in range(rows)
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    judged: Counter[tuple[int, str]] = Counter()
+
+    def check(row: int, text: str) -> str | None:
+        judged[row, text] += 1
+        return None if zlib.crc32(text.encode()) % 3 == row % 3 else "no"
+
+    unbroken = begin(tmp_path, source, "unbroken", max_tries=3)
+    whole = work_on(unbroken, load(), float("inf"), kit, check=check)
+    assert whole is not None
+    tries = {row["row"]: row["tries"] for row in rows_with_errors(unbroken)}
+    assert set(tries.values()) == {1, 2, 3}
+    once, judged = judged.copy(), Counter()
+
+    broken, chance, lives = begin(tmp_path, source, "broken", max_tries=3), random.Random(3), 0
+    while (manifest := work_on(broken, load(), chance.randrange(2, 7), kit, check=check)) is None:
+        lives += 1
+        assert lives < 100, "the job gets nowhere"
+
+    assert lives > 3
+    assert judged == once, "each answer is judged once, so no try is made again"
+    assert manifest.usage.repeated == 0
+    columns = ("row", "status", "text", "error_message", "tries", "prompt_tokens", "completion_tokens")
+    assert [[row[name] for name in columns] for row in rows_with_errors(broken)] == [
+        [row[name] for name in columns] for row in rows_with_errors(unbroken)
+    ]
+    for world, ended in ((unbroken, whole), (broken, manifest)):
+        computed = [row for row in rows_with_errors(world) if row["row"] < 10]
+        assert sum(row["completion_tokens"] for row in computed) == ended.usage.completion
+        assert sum(row["prompt_tokens"] for row in computed) == ended.usage.prompt
 
 
 @pytest.mark.exhaustive

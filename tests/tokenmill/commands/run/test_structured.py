@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import pyarrow.parquet as pq
 import pytest
 
 from schemas.settings.settings import load_settings
@@ -119,3 +120,30 @@ def test_given_the_demo_model_when_it_must_answer_in_a_form_then_it_does(
 
     assert ended.code == 0, ended.err
     assert check(results(folder / "out")) == {"formed": 9, "called": 2}
+
+
+@pytest.mark.slow
+def test_given_max_tries_when_answers_are_cut_off_then_those_rows_are_asked_again(
+    tokenmill: Cli, model_folder: Path, folder: Path
+) -> None:
+    bodies = [{"response_format": FORMAT}, {}]
+    lines = [
+        {
+            "custom_id": f"id-{row}", "method": "POST", "url": "/v1/chat/completions",
+            "body": {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3, **body},
+        }
+        for row, body in enumerate(bodies)
+    ]  # fmt: skip
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = ("run", "in.jsonl", "--model", f"tiny={model_folder}", "--max-tries", 2)
+
+    ended = tokenmill(*command, "--output", "out")
+
+    assert ended.code == 0, ended.err
+    rows = sorted(pq.read_table(folder / "out/results").to_pylist(), key=lambda row: row["row"])
+    assert [(row["tries"], row["error_code"], row["completion_tokens"]) for row in rows] == [
+        (2, "incomplete_answer", 6), (1, None, 3),
+    ]  # fmt: skip
+    assert json.loads((folder / "out/manifest.json").read_text())["usage"]["completion"] == 9
+    wrong = tokenmill(*command, "--output", "other", "--then", "tiny")
+    assert "takes neither a table (--prompt) nor a cascade (--then)" in wrong.err.replace("\n", " ")
