@@ -60,6 +60,8 @@ class JobSettings(StoredModel):
         cascade: of which the job is a step. None: of none.
         max_tries: answers are judged, and a row whose answer is not accepted is asked again, at most so often in all.
             None: answers are not judged.
+        answer_check: the name of the Python object that judges answers besides their form, in the process that runs
+            the job. None: their form alone counts.
     """
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
@@ -75,6 +77,7 @@ class JobSettings(StoredModel):
     virtual_models: tuple[VirtualModel, ...] | None = None
     cascade: CascadeSettings | None = None
     max_tries: Annotated[int, Field(ge=1, le=MAX_TRIES)] | None = None
+    answer_check: Annotated[str, Field(max_length=256)] | None = None
     limits: Limits = Limits()
     plan: PlanSettings = PlanSettings()
 

@@ -155,8 +155,8 @@ def run(
         raise typer.BadParameter("takes no cascade (--then)", param_hint="--prompt")
     if adapter and (prompt is not None or then is not None):
         raise typer.BadParameter("takes neither a table (--prompt) nor a cascade (--then)", param_hint="--adapter")
-    if max_tries is not None and (prompt is not None or then is not None):
-        raise typer.BadParameter("takes neither a table (--prompt) nor a cascade (--then)", param_hint="--max-tries")
+    if max_tries is not None and then is not None:
+        raise typer.BadParameter("is not for cascades: --accept judges their answers", param_hint="--max-tries")
     if dry_run and (chat_template is not None or reuse is not None):
         raise typer.BadParameter("takes no other --chat-template, and no --reuse", param_hint="--dry-run")
     settings, out = read_settings(), out.expanduser()

@@ -405,8 +405,8 @@ MaxTries = Annotated[
     typer.Option(
         min=1,
         max=100,
-        help="Judge answers by the form that their requests ask for, and ask a row again whose answer is cut off or "
-        "doesn't fit, at most so often in all. Without it answers are taken as they are.",
+        help="Judge answers by the form that their requests ask for, or --output-schema, and ask a row again whose "
+        "answer is cut off or doesn't fit, at most so often in all. Without it answers are taken as they are.",
     ),
 ]
 SamplingValues = Annotated[

@@ -33,15 +33,21 @@ class AnswerForm:
     Attributes:
         body: the request's fields that ask for it.
         type: of the column.
-        parse: makes a value of the column from an answer's text. Raises `ValueError`.
+        parse: makes a value of the column from an answer's text. Raises `ValueError`, and what validators of a pydantic
+            model raise.
+        load: makes what a function that judges answers gets: of a pydantic model its instance, of a schema the parsed
+            JSON. Raises likewise.
         is_text: whether any text is an answer, also one that was cut off.
+        model: the name of the pydantic model, whose validators judge answers; None: there is none.
     """
 
     body: Mapping[str, Any]
     type: pa.DataType
     parse: Callable[[str], Any]
+    load: Callable[[str], Any]
     is_text: bool = False
     categories: tuple[str, ...] = ()
+    model: str | None = None
 
     def column(self, values: Sequence[Any]) -> pa.Array:
         """The column of parsed values; None is null."""
@@ -55,14 +61,14 @@ def answer_form(output: Any) -> AnswerForm:
     """The form that `output` stands for: `str`, `Literal[...]`, a pydantic model, or a JSON schema. Raises
     `InvalidCall`."""
     if output is str:
-        return AnswerForm({}, pa.string(), str, is_text=True)
+        return AnswerForm({}, pa.string(), str, str, is_text=True)
     if typing.get_origin(output) is Literal:
         return _choices(typing.get_args(output))
     if isinstance(output, type) and issubclass(output, BaseModel):
         return _of_model(output)
     if isinstance(output, dict):
         kind, convert = _typed(output, output)
-        return AnswerForm(_request(output), kind, lambda text: convert(_load(text)))
+        return AnswerForm(_request(output), kind, lambda text: convert(_load(text)), _load)
     raise InvalidCall("output: must be str, Literal[...], a pydantic model, or a JSON schema as a dict")
 
 
@@ -83,22 +89,29 @@ def _choices(values: tuple[Any, ...]) -> AnswerForm:
     is_enum = kind is str
     types: dict[type, pa.DataType] = {str: pa.dictionary(pa.int32(), pa.string()), int: pa.int64(), bool: pa.bool_()}
     body = {"structured_outputs": {"choice": list(by_text)}}
-    return AnswerForm(body, types[kind], parse, categories=tuple(by_text) if is_enum else ())
+    return AnswerForm(body, types[kind], parse, parse, categories=tuple(by_text) if is_enum else ())
 
 
 def _of_model(model: type[BaseModel]) -> AnswerForm:
     kind, convert = _typed(schema := model.model_json_schema(mode="serialization"), schema)
 
-    def parse(text: str) -> Any:
+    def load(text: str) -> BaseModel:
         try:
-            value = model.model_validate_json(text)
+            return model.model_validate_json(text)
         except ValidationError as error:
-            detail = error.errors(include_url=False)[0]
-            path = ".".join(map(str, detail["loc"]))
-            raise ValueError(f"{path}: {detail['msg']}" if path else detail["msg"]) from error
-        return convert(value.model_dump(mode="json", by_alias=True))
+            raise ValueError(first_error(error)) from error
 
-    return AnswerForm(_request(model.model_json_schema()), kind, parse)
+    def parse(text: str) -> Any:
+        return convert(load(text).model_dump(mode="json", by_alias=True))
+
+    return AnswerForm(_request(model.model_json_schema()), kind, parse, load, model=model.__qualname__)
+
+
+def first_error(error: ValidationError) -> str:
+    """The first of the errors of a value, with its path."""
+    detail = error.errors(include_url=False)[0]
+    path = ".".join(map(str, detail["loc"]))
+    return f"{path}: {detail['msg']}" if path else detail["msg"]
 
 
 def _request(schema: Mapping[str, Any]) -> dict[str, Any]:

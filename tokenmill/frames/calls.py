@@ -27,6 +27,7 @@ _COMMON: Final[Mapping[str, Callable[[pa.Table, list[str | None]], pa.Array]]] =
     "_completion_tokens": lambda results, _: pa.array(results["completion_tokens"].to_pylist(), pa.int32()),
     "_key": lambda results, _: pa.array(results["request_key"].to_pylist(), pa.string()),
     "_reused": lambda results, _: results["reused_from"].is_valid().combine_chunks(),
+    "_tries": lambda results, _: pa.array(results["tries"].to_pylist(), pa.int32()),
 }
 """The columns that every task may have, by suffix."""
 

@@ -72,8 +72,8 @@ class ArrowFrame:
             table = table.append_column(field, column)
         return table
 
-    def head(self, rows: int) -> ArrowFrame:
-        return ArrowFrame(self._table.slice(0, rows))
+    def slice(self, start: int, rows: int) -> ArrowFrame:
+        return ArrowFrame(self._table.slice(start, rows))
 
     def to_arrow(self) -> pa.Table:
         return without_enums(self._table)
@@ -99,8 +99,8 @@ class DictsFrame:
     def with_columns(self, added: pa.Table) -> list[dict[Any, Any]]:
         return [{**row, **new} for row, new in zip(self._rows, rows_of(added), strict=True)]
 
-    def head(self, rows: int) -> DictsFrame:
-        return DictsFrame(self._rows[:rows])
+    def slice(self, start: int, rows: int) -> DictsFrame:
+        return DictsFrame(self._rows[start : start + rows])
 
     def to_arrow(self) -> pa.Table:
         try:
@@ -140,8 +140,8 @@ class PandasFrame:
             new[name] = values.set_axis(self._frame.index)
         return self._frame.assign(**new)
 
-    def head(self, rows: int) -> PandasFrame:
-        return PandasFrame(self._frame.head(rows))
+    def slice(self, start: int, rows: int) -> PandasFrame:
+        return PandasFrame(self._frame.iloc[start : start + rows])
 
     def to_arrow(self) -> pa.Table:
         return without_enums(self._arrow(self.columns))
@@ -173,8 +173,8 @@ class PolarsFrame:
         typed = [polars.col(name).cast(polars.Enum(values)) for name, values in enums(added).items()]
         return self._frame.hstack(new.with_columns(typed))
 
-    def head(self, rows: int) -> PolarsFrame:
-        return PolarsFrame(self._frame.head(rows))
+    def slice(self, start: int, rows: int) -> PolarsFrame:
+        return PolarsFrame(self._frame.slice(start, rows))
 
     def to_arrow(self) -> pa.Table:
         oldest = sys.modules["polars"].CompatLevel.oldest()  # others' readers don't have views of strings
@@ -209,8 +209,8 @@ class DuckDbFrame:
         assert answered.num_rows == len(self)  # the query below reads the variable `answered`
         return self._relation.query("input_data", f"SELECT {selected} FROM answered")  # noqa: S608  # quoted above
 
-    def head(self, rows: int) -> DuckDbFrame:
-        return DuckDbFrame(self._relation, self._table.slice(0, rows))
+    def slice(self, start: int, rows: int) -> DuckDbFrame:
+        return DuckDbFrame(self._relation, self._table.slice(start, rows))
 
     def to_arrow(self) -> pa.Table:
         return self._arrow.to_arrow()

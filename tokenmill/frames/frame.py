@@ -29,8 +29,8 @@ class Frame(Protocol):
         """A table of the same kind with these columns behind its own."""
         ...
 
-    def head(self, rows: int) -> Frame:
-        """The first rows."""
+    def slice(self, start: int, rows: int) -> Frame:
+        """These rows, as many as there are."""
         ...
 
     def to_arrow(self) -> pa.Table:

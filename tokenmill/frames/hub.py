@@ -60,9 +60,9 @@ class DatasetFrame:
             **given["format_kwargs"],
         )  # fmt: skip
 
-    def head(self, rows: int) -> DatasetFrame:
+    def slice(self, start: int, rows: int) -> DatasetFrame:
         """See `Frame`."""
-        return DatasetFrame(self._dataset.select(range(min(rows, len(self)))))
+        return DatasetFrame(self._dataset.select(range(start, min(start + rows, len(self)))))
 
     def to_arrow(self) -> pa.Table:
         """See `Frame`. The schema's metadata has the features, so that the library reads them from Parquet."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tokenmill.frames.calls import TableCall
 
 COLUMNS = ("row", "error_code", "error_message", "prompt_tokens", "cached_tokens", "completion_tokens", "request_key",
-           "reused_from")  # fmt: skip
+           "reused_from", "tries")  # fmt: skip
 """Of the results, that become columns of every table."""
 
 
@@ -53,6 +53,7 @@ class TableEstimate:
         seconds, cost: on this machine; None: unknown before 'tokenmill bench', and without a price per hour.
         sharing: what the order of `{% fields %}` saves; None without it.
         shared_as_written: `shared_prefix_tokens` if the fields had the template's order; None without them.
+        max_tries: of a row; all other numbers are those of one try each. None: answers are not judged.
     """
 
     rows: int
@@ -65,6 +66,7 @@ class TableEstimate:
     cost: float | None
     sharing: FieldSharing | None = None
     shared_as_written: int | None = None
+    max_tries: int | None = None
 
     def __str__(self) -> str:
         lines = [f"rows             {self.rows:,} ({self.computed:,} computed)"]
@@ -73,6 +75,8 @@ class TableEstimate:
         if self.shared_as_written is not None:
             lines.append(f"  as written     {self.shared_as_written:,} shared if the fields had the template's order")
         lines.append(f"output tokens    {self.expected_tokens:,} expected, {self.max_tokens:,} at most")
+        if self.max_tries is not None:
+            lines.append(f"tries            1 a row in these numbers, {self.max_tries} at most")
         unknown = "unknown: 'tokenmill bench --model MODEL' measures it"
         lines.append(f"time here        {unknown if self.seconds is None else output.duration(self.seconds)}")
         if self.cost is not None:
@@ -104,7 +108,10 @@ class TableJob:
     ) -> None:
         self._call, self._task, self._requests = call, call.task, call.requests
         self._settings = read_settings()
-        self._wanted = wanted or job_options.job_settings(self._settings)
+        judging = self._task.judging
+        self._wanted = (wanted or job_options.job_settings(self._settings)).model_copy(
+            update={"max_tries": judging.max_tries, "answer_check": judging.name}
+        )
         self._engine = engine or engine_options(self._settings)
         self._given_model = model
         name, _ = job_options.split_name(model)
@@ -134,7 +141,7 @@ class TableJob:
         path, price = self.write(folder), price_of_worker(self._settings)
         plan = make_plan(
             str(path), [self._given_model], folder, self._wanted, self._engine, self._task.chat or OWN_CHAT,
-            price_per_hour=price, reuse=reuse,
+            price_per_hour=price, reuse=reuse, check=self._task.judging.check_of(self._call.frame),
         )  # fmt: skip
         go_on = f"what is computed is kept, and the same call with output_dir={str(folder)!r} goes on from there"
         try:
@@ -184,7 +191,7 @@ class TableJob:
         cost = None if seconds is None or price is None else seconds / 3600 * price
         return TableEstimate(
             amount.rows, amount.unique, amount.prompt_tokens, amount.shared_prefix_tokens, amount.expected_tokens,
-            amount.max_tokens, seconds, cost, sharing, as_written,
+            amount.max_tokens, seconds, cost, sharing, as_written, self._wanted.max_tries,
         )  # fmt: skip
 
     def _dry_runs(self, scratch: Path, options: EngineOptions, *, as_written: bool) -> JobDryRuns:

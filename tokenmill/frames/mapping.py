@@ -15,6 +15,7 @@ from tokenmill.frames.data import open_frame
 from tokenmill.frames.options import MapKeywords, MapOptions, split_options
 from tokenmill.frames.resident import Model
 from tokenmill.frames.tasks.chat import chat_task
+from tokenmill.frames.tasks.validation import Validate
 
 if TYPE_CHECKING:
     from tokenmill.frames.job import TableEstimate
@@ -43,6 +44,8 @@ def map_rows(
     output_column: str = "answer",
     output_dir: str | os.PathLike[str] | None = None,
     reuse: Any = None,
+    validate: Validate | None = None,
+    max_tries: int | None = None,
     dry_run: bool = False,
     **options: Unpack[MapOptions],
 ) -> Any:
@@ -65,6 +68,11 @@ def map_rows(
         reuse: the `output_dir` of a former call, a Parquet file of its results, or the table that it returned, of any
             kind, with its `output_column`. Rows of which it has an answer to an equal request (the same key) take that,
             and are not computed.
+        validate: judges an answer before its row ends: `validate(answer)`, or `validate(answer, row)` with the row's
+            cells by column. True or None: it is accepted. False, a text that says why, or a raised `ValueError`: the
+            row is asked again, with its answer and the reason behind the same messages.
+        max_tries: how often a row is asked, at most; 3 with `validate`. Without `validate` the output's own checks
+            judge: those of a pydantic model's validators, or of a schema, and whether the answer was cut off.
         dry_run: compute nothing; return an estimate of tokens, time and cost.
         **options: sampling parameters (`temperature`, `max_tokens`, `seed` and so on), as OpenAI and vLLM name them;
             and the engine's options (`quantize`, `kv_dtype`, `max_num_seqs` and so on), as `tokenmill run` has them.
@@ -80,6 +88,7 @@ def map_rows(
         | `answer_prompt_tokens`, `answer_cached_tokens`, `answer_completion_tokens` | int32 | usage; 0 where reused |
         | `answer_key` | string | equal for equal requests to the same model; null where it was refused |
         | `answer_reused` | bool | whether the answer is a former one |
+        | `answer_tries` | int32 | how often the row was asked; null where answers are not judged, or reused |
 
         With `dry_run` a `TableEstimate`, which prints as a table.
 
@@ -96,9 +105,10 @@ def map_rows(
         ...        output=Literal["good", "bad"], temperature=0)  # doctest: +SKIP
     """
     sampling, engine = split_options(options)
+    task = chat_task(prompt, system, output, sampling, validate, max_tries)
     return run_call(
-        data, chat_task(prompt, system, output, sampling), model, output_column=output_column, output_dir=output_dir,
-        reuse=reuse, dry_run=dry_run, engine=engine,
+        data, task, model, output_column=output_column, output_dir=output_dir, reuse=reuse, dry_run=dry_run,
+        engine=engine,
     )  # fmt: skip
 
 
@@ -110,6 +120,8 @@ def preview(
     output: Any = str,
     system: str | None = None,
     output_column: str = "answer",
+    validate: Validate | None = None,
+    max_tries: int | None = None,
     rows: int = 5,
     **options: Unpack[MapOptions],
 ) -> None:
@@ -123,7 +135,8 @@ def preview(
     if rows < 1:
         raise InvalidCall(f"rows: is {rows}, but must be at least 1")
     sampling, engine = split_options(options)
-    call = TableCall(open_frame(data).head(rows), chat_task(prompt, system, output, sampling), output_column)
+    task = chat_task(prompt, system, output, sampling, validate, max_tries)
+    call = TableCall(open_frame(data).slice(0, rows), task, output_column)
     added = call.compute(model, None, engine)
     console = stdout()
     for row, (request, answers) in enumerate(zip(call.requests.requests(), added.to_pylist(), strict=True)):

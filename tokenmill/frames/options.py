@@ -13,6 +13,7 @@ from schemas.settings.settings import GenerationConfig, check_speculate
 from tokenmill.config.cli_options import Device, DType, KvDType, Quantize
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.resident import Model
+from tokenmill.frames.tasks.validation import Validate
 
 Positive = Annotated[int, Field(ge=1)]
 Bytes = Annotated[int, Field(ge=0)]
@@ -77,6 +78,8 @@ class MapKeywords(TableKeywords, Sampling, total=False):
     prompt: Required[str]
     output: Any
     system: str | None
+    validate: Validate | None
+    max_tries: int | None
 
 
 class TextKeywords(TableKeywords, total=False):

@@ -71,10 +71,11 @@ class TableRun:
         for name in others:
             raise InvalidCall(f"--sampling {name}: is an option of its own; give --{name.replace('_', '-')}")
         frame = open_frame(data)
-        self._frame = frame if options.limit is None else frame.head(options.limit)
+        self._frame = frame if options.limit is None else frame.slice(0, options.limit)
         column = "answer" if options.output_column is None else options.output_column
         parts = f"--prompt {options.prompt}", f"--system {options.system}"
-        self._call = TableCall(self._frame, chat_task(prompt, system, form, sampling, parts), column)
+        task = chat_task(prompt, system, form, sampling, max_tries=wanted.max_tries, parts=parts)
+        self._call = TableCall(self._frame, task, column)
         self._job = TableJob(self._call, model, wanted, engine)
 
     def estimate(self, price_per_hour: float | None) -> TableEstimate:

@@ -21,7 +21,7 @@ from tokenmill.errors import UserError
 from tokenmill.settings import read_settings
 from workers.model.loaded_model import LoadedModel
 from workers.policies.policy import Policies
-from workers.settings import WorkerSettings
+from workers.settings import AnswerCheck, WorkerSettings
 from workers.text.chat_options import OWN_CHAT, ChatOptions
 
 MIN_TOKENS_PER_SEQUENCE = 256
@@ -84,12 +84,14 @@ def make_plan(
     max_cost: float | None = None,
     content_policy: Sequence[str] | None = None,
     reuse: Path | None = None,
+    check: AnswerCheck | None = None,
 ) -> RunPlan:
     """The plan of a new job, with the settings of the environment. Cheap checks come before a model is pulled.
 
     Args:
         models: each MODEL or NAME=MODEL.  wanted: see `job_options.job_settings`.
         content_policy: None: those of the settings.
+        check: see `WorkerSettings`.
 
     Raises:
         InputUnusable: the input can't be read.  ModelError: a model can't be found or fetched.
@@ -108,29 +110,40 @@ def make_plan(
         chat=chat,
         fresh=fresh,
         price_per_hour=price_per_hour,
-        worker=worker_settings(settings, policies),
+        worker=worker_settings(settings, policies, check),
         deadline=deadline,
         max_cost=max_cost,
         reuse=None if reuse is None else reuse.expanduser(),
     )
 
 
-def worker_settings(settings: Settings, policies: Policies) -> WorkerSettings:
+def worker_settings(settings: Settings, policies: Policies, check: AnswerCheck | None = None) -> WorkerSettings:
     """The settings of a run's worker."""
     return WorkerSettings(
         request_timeout_seconds=settings.request_timeout_seconds,
         checkpoint_seconds=settings.checkpoint_seconds,
         policies=policies,
+        check=check,
     )
 
 
 def check_judging(plan: RunPlan) -> None:
     """Raise `UserError` if the answers of the job can't be judged as its settings want it."""
-    if plan.settings.max_tries is not None and plan.worker.policies.named:
+    settings = plan.settings
+    if settings.max_tries is None:
+        return
+    if plan.worker.policies.named:
         raise UserError(
-            "content policies judge an answer after its last try, so rows can't be asked again; leave out --max-tries, "
-            "or the policies"
+            "content policies judge an answer after its last try, so rows can't be asked again; leave out max_tries "
+            "(--max-tries), or the policies"
         )
+    if settings.answer_check is not None and plan.worker.check is None:
+        raise UserError(
+            f"the answers of this job are judged by Python ({settings.answer_check}); run it with tokenmill.map, whose "
+            "reuse= takes those answers that are accepted"
+        )
+    if plan.worker.check is not None and plan.engine.replicas > 1:
+        raise UserError("a Python function judges answers in this process only; leave out replicas or the function")
 
 
 def load_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment] | None) -> LoadedModel:

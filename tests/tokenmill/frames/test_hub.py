@@ -63,7 +63,7 @@ def test_given_a_dataset_of_chosen_rows_when_columns_are_added_then_it_keeps_its
         {"answer": new["answer"], "grade": row["grade"]} for row, new in zip(ROWS, ANSWERS, strict=True)
     ]
     assert list(open_frame(given).cells([])) == [{}] * 3
-    assert len(open_frame(given).head(2)) == 2
+    assert len(open_frame(given).slice(1, 2)) == 2
     assert open_frame(given.select([])).with_columns(ADDED.slice(0, 0)).features == found.features
 
 

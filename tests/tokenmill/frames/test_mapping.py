@@ -36,7 +36,7 @@ PROMPT = "{{ item }}?"
 ROWS_PER_PART = 4
 ITEMS = ["a message", None, "from the user"]
 NEW = ("answer", "answer_error", "answer_finish_reason", "answer_prompt_tokens", "answer_cached_tokens",
-       "answer_completion_tokens", "answer_key", "answer_reused")  # fmt: skip
+       "answer_completion_tokens", "answer_key", "answer_reused", "answer_tries")  # fmt: skip
 Choice = Literal["yes", "no"]
 
 

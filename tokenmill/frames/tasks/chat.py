@@ -14,16 +14,17 @@ from tokenmill.errors import InvalidCall
 from tokenmill.frames.answers import AnswerForm, answer_form
 from tokenmill.frames.prompts import PromptTemplate, RowText
 from tokenmill.frames.tasks.task import ORIGIN, USAGE, FormerAnswer, Task
+from tokenmill.frames.tasks.validation import Validate, judging
 
 if TYPE_CHECKING:
     from schemas.requests.parsing import Body
 
-SUFFIXES = ("", "_error", "_finish_reason", *USAGE, "_completion_tokens", *ORIGIN)
+SUFFIXES = ("", "_error", "_finish_reason", *USAGE, "_completion_tokens", *ORIGIN, "_tries")
 
 
 def chat_task(
     prompt: str, system: str | None, output: Any, sampling: Mapping[str, Any],
-    parts: tuple[str, str] = ("prompt", "system"),
+    validate: Validate | None = None, max_tries: int | None = None, parts: tuple[str, str] = ("prompt", "system"),
 ) -> Task:  # fmt: skip
     """The task of a prompt. `parts`: the templates' names in messages. Raises `InvalidCall`."""
     from schemas.requests.parsing import CHAT_URL
@@ -38,7 +39,7 @@ def chat_task(
 
     return Task(
         CHAT_URL, texts, messages_of, {**form.body, **sampling}, SUFFIXES, ("text", "finish_reason"), answers,
-        ordered="prompt",
+        ordered="prompt", judging=judging(form, validate, max_tries),
     )  # fmt: skip
 
 
@@ -70,6 +71,8 @@ class ChatAnswers:
                     value = self.form.parse(text)
                 except ValueError as wrong:
                     errors[row] = f"invalid_answer: {wrong}"
+                except Exception as wrong:  # noqa: BLE001 - a mistake in a model's validator is the row's error
+                    errors[row] = f"invalid_answer: its check failed with {type(wrong).__name__}: {wrong}"
             values.append(value)
         return {"": self.form.column(values), "_finish_reason": pa.array(reasons, pa.string())}
 
@@ -95,7 +98,7 @@ class ChatAnswers:
             is_text = isinstance(value, str) and (form.is_text or form.categories)
             text = value if is_text else orjson.dumps(value).decode()
             return text if form.parse(text) == value else None
-        except (TypeError, ValueError):
+        except Exception:  # noqa: BLE001 - what validators of a model raise; the row is computed again
             return None
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import pyarrow as pa
 
 from tokenmill.frames.prompts import RowText
+from tokenmill.frames.tasks.validation import NO_JUDGING, Judging
 
 if TYPE_CHECKING:
     from schemas.requests.parsing import Body
@@ -70,6 +71,7 @@ class Task:
             the model can't give such answers.
         ordered: the text that may have `{% fields %}`; None: none may.
         chat: replaces the model's own template; None: it doesn't.
+        judging: how answers are judged before their rows end.
     """
 
     url: str
@@ -81,3 +83,4 @@ class Task:
     answers: Callable[[Path, Body], Answers]
     ordered: str | None = None
     chat: ChatOptions | None = field(default=None)
+    judging: Judging = NO_JUDGING

@@ -146,4 +146,4 @@ def test_given_max_tries_when_answers_are_cut_off_then_those_rows_are_asked_agai
     ]  # fmt: skip
     assert json.loads((folder / "out/manifest.json").read_text())["usage"]["completion"] == 9
     wrong = tokenmill(*command, "--output", "other", "--then", "tiny")
-    assert "takes neither a table (--prompt) nor a cascade (--then)" in wrong.err.replace("\n", " ")
+    assert "is not for cascades: --accept judges their answers" in wrong.err.replace("\n", " ")

@@ -222,3 +222,18 @@ def test_given_a_killed_run_when_started_again_then_no_committed_row_is_computed
     assert found["item"].to_pylist() == [f"number {row}" for row in range(rows)]
     assert found["answer"].null_count == 0
     assert sum(found["answer_completion_tokens"].to_pylist()) == usage["completion"]
+
+
+@pytest.mark.slow
+def test_given_max_tries_when_answers_are_cut_off_then_rows_of_tables_are_asked_again(run: Cli, files: Path) -> None:
+    ended = run("in.parquet", "item.txt", "--output-schema", "schema.json", "--max-tries", 2, *SHORT)
+
+    assert ended.code == 0, ended.err
+    found = pq.read_table(files / "out/table.parquet").to_pylist()
+    assert [row["answer_tries"] for row in found] == [2] * 3
+    assert all(row["answer_error"].startswith("incomplete_answer: line ") for row in found)
+    usage = json.loads((files / "out/manifest.json").read_text())["usage"]
+    assert usage["completion"] == sum(row["answer_completion_tokens"] for row in found) == 12
+    wrong = run("in.parquet", "item.txt", "--max-tries", 2)
+    assert wrong.code != 0
+    assert "max_tries: any text is an answer here" in wrong.err.replace("\n", " ")
