@@ -8,7 +8,7 @@ imported at their first use, so that `import tokenmill` takes no time.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokenmill.frames.dataset_folder import write_dataset
+    from tokenmill.frames.data.dataset_folder import write_dataset
     from tokenmill.frames.mapping import map_rows as map  # noqa: A004  # `tokenmill.map`, as users write it
     from tokenmill.frames.mapping import preview
     from tokenmill.frames.pooled import classify, embed, score

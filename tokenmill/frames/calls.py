@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 
 from tokenmill.errors import InvalidCall
-from tokenmill.frames.data import open_frame
-from tokenmill.frames.frame import Frame
+from tokenmill.frames.data.frame import Frame
+from tokenmill.frames.data.kinds import open_frame
 from tokenmill.frames.resident import Model, load_in_turn, name_and_options
 from tokenmill.frames.tasks.task import Answers, Task
 

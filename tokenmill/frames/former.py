@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 from schemas.jobs.results import ResultRow, RowStatus, results_table
 from schemas.requests.request_key import KEY_BYTES
 from tokenmill.errors import InvalidCall
-from tokenmill.frames.data import open_frame
-from tokenmill.frames.frame import BATCH_ROWS, Frame
+from tokenmill.frames.data.frame import BATCH_ROWS, Frame
+from tokenmill.frames.data.kinds import open_frame
 from tokenmill.frames.tasks.task import Answers
 
 OF_TABLES: Final = "table"

@@ -11,7 +11,7 @@ from rich.text import Text
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.calls import TableCall, run_call
 from tokenmill.frames.clusters.blocks import runs_where_data_lies
-from tokenmill.frames.data import open_frame
+from tokenmill.frames.data.kinds import open_frame
 from tokenmill.frames.options import MapKeywords, MapOptions, split_options
 from tokenmill.frames.resident import Model
 from tokenmill.frames.tasks.chat import chat_task

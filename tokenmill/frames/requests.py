@@ -12,8 +12,8 @@ import orjson
 
 from pipeline.adapters.folder.locks import RunLock
 from tokenmill.errors import InvalidCall
+from tokenmill.frames.data.frame import Frame
 from tokenmill.frames.field_order import FieldOrder, order_fields, shared_characters
-from tokenmill.frames.frame import Frame
 from tokenmill.frames.prompts import check_columns, field_lines
 from tokenmill.frames.records import CallRecord, write_record
 from tokenmill.frames.tasks.task import Task

@@ -20,7 +20,7 @@ from tokenmill import output
 from tokenmill.config.engine_options import EngineOptions, named_values
 from tokenmill.errors import InvalidCall, UserError
 from tokenmill.frames.calls import TableCall
-from tokenmill.frames.data import open_frame
+from tokenmill.frames.data.kinds import open_frame
 from tokenmill.frames.job import TableEstimate, TableJob
 from tokenmill.frames.options import split_options
 from tokenmill.frames.prompts import MAX_TEMPLATE_CHARS

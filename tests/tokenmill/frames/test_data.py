@@ -21,7 +21,7 @@ import pytest
 from pipeline.planner.readers import expansion
 from tokenmill.errors import InvalidCall
 from tokenmill.frames import files
-from tokenmill.frames.data import open_frame
+from tokenmill.frames.data.kinds import open_frame
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -269,7 +269,7 @@ def test_importing_tokenmill_imports_nothing_and_opening_a_table_no_other_librar
         "import sys; before = set(sys.modules); import tokenmill; "
         "new = {name for name in set(sys.modules) - before if '.' not in name} - {'typing', 'tokenmill'}; "
         "assert not new - set(sys.stdlib_module_names), new; "
-        "from tokenmill.frames.data import open_frame; open_frame([{'a': 1}]); "
+        "from tokenmill.frames.data.kinds import open_frame; open_frame([{'a': 1}]); "
         "assert not {'pandas', 'polars', 'duckdb', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -16,7 +16,7 @@ import pytest
 from pipeline.planner.readers import expansion
 from tests.servers.moto import MotoServer
 from tokenmill.errors import InvalidCall
-from tokenmill.frames.data import open_frame
+from tokenmill.frames.data.kinds import open_frame
 
 pytestmark = pytest.mark.slow
 

@@ -26,7 +26,7 @@ from tests.waiting import wait_for
 from tokenmill.errors import InvalidCall, UserError
 from tokenmill.frames.answers import answer_form
 from tokenmill.frames.clusters.blocks import BlockMapper
-from tokenmill.frames.data import open_frame
+from tokenmill.frames.data.kinds import open_frame
 from tokenmill.frames.tasks.validation import judging
 
 PROGRAM = Path(__file__).with_name("judged_table_program.py")

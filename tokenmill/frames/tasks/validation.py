@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from schemas.jobs.job import MAX_TRIES
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.answers import AnswerForm, first_error
-from tokenmill.frames.frame import Frame
+from tokenmill.frames.data.frame import Frame
 
 DEFAULT_TRIES: Final = 3
 """Of a row, where answers are judged by a function."""

@@ -14,9 +14,9 @@ from typing import Any
 import pyarrow as pa
 
 from tokenmill.errors import InvalidCall
-from tokenmill.frames.files import read_files
-from tokenmill.frames.frame import Frame, enums, rows_of, without_enums
-from tokenmill.frames.hub import DatasetFrame, check_kind
+from tokenmill.frames.data.files import read_files
+from tokenmill.frames.data.frame import Frame, enums, rows_of, without_enums
+from tokenmill.frames.data.hub import DatasetFrame, check_kind
 
 
 def open_frame(data: Any) -> Frame:

@@ -21,7 +21,7 @@ from schemas.jobs.outcome import Manifest
 from schemas.models import ModelPin
 from tokenmill import output
 from tokenmill.errors import InvalidCall, UserError
-from tokenmill.frames.data import open_frame
+from tokenmill.frames.data.kinds import open_frame
 from tokenmill.frames.records import CallRecord, read_record
 
 MAX_FILE_BYTES: Final = 500 << 20

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from tokenmill.errors import InvalidCall
-from tokenmill.frames.frame import BATCH_ROWS, enums
+from tokenmill.frames.data.frame import BATCH_ROWS, enums
 
 REFUSED = {
     "DatasetDict": 'choose one of its splits, as data["train"]',
