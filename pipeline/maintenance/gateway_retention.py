@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 
-from pipeline.gateway.files.service import (
+from pipeline.gateway.files.file_objects import (
     find_file,
     is_deleted,
     mark_deleted,

@@ -16,7 +16,8 @@ from typing import Final, Literal
 import structlog
 
 from pipeline.gateway.batches.serialization import find_order, find_outcome, work_began
-from pipeline.gateway.files.service import READER_GRACE_PERIOD, Files
+from pipeline.gateway.files.file_objects import READER_GRACE_PERIOD
+from pipeline.gateway.files.service import Files
 from pipeline.gateway.records import (
     BATCHES,
     FINALIZING,

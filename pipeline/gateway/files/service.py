@@ -1,36 +1,32 @@
-"""Storage of OpenAI files: uploads, and the output files of batches.
-
-A file exists once its `file.json` is written, which is the last step of an upload. A deletion first writes a tombstone
-(`deleted`), which hides the file, and then removes its objects, with `file.json` and the tombstone last. So any process
-can complete an interrupted upload or deletion.
-
-A job reads its input file for as long as it is open. Before a job is created it writes a reader record, and then checks
-that the file still exists; a deletion writes the tombstone, and then checks for readers. So one of the two always sees
-the other.
-"""
+"""OpenAI files of tenants: uploads, and the output files of batches, as the gateway serves them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from dataclasses import replace
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from pipeline.gateway.files.file_objects import (
+    content_key,
+    deleted_key,
+    find_file,
+    objects_of,
+    open_reader,
+    reader_key,
+    record_key,
+    unmark_deleted,
+)
 from pipeline.gateway.http.errors import ApiError, not_found, unavailable
 from pipeline.gateway.http.pagination import PageRequest, list_ids, map_chunks, take_page
 from pipeline.gateway.limits.storage_quota import StorageQuota, StoredUsage
-from pipeline.gateway.records import FILES, Reader, StoredFile, is_file_id, read_marker
+from pipeline.gateway.records import Reader, StoredFile, is_file_id, read_marker
 from pipeline.gateway.response_models import File, ListPage, list_page
-from pipeline.ledger.ledger import JOBS, JobLedger, parse_stored
 from pipeline.ledger.tenant_index import files_of
-from pipeline.ports import ObjectNotFound, ObjectStore, World
+from pipeline.ports import ObjectNotFound, World
 from schemas.jobs.batch import unix_time
 from schemas.jobs.inputs import InputFile, InputRef
-
-READER_GRACE_PERIOD: Final = timedelta(hours=1)
-"""A reader record without a job is ignored after this time: its job was never created."""
 
 NO_QUOTA: Final = StorageQuota()
 
@@ -66,9 +62,9 @@ class Files:
             return self._add(file, content)
 
     def _add(self, file: StoredFile, content: Path) -> StoredFile:
-        self._store.create(_content_key(file.id), content)
+        self._store.create(content_key(file.id), content)
         files_of(file.tenant).add(self._store, file.marker)
-        created = self._store.create(_record_key(file.id), file.to_json())
+        created = self._store.create(record_key(file.id), file.to_json())
         existing = self._read(file.id)
         if existing is None:  # a deletion of its leftovers is in progress
             raise unavailable("the file can't be stored now; send it again")
@@ -84,7 +80,7 @@ class Files:
     def open(self, file: StoredFile) -> BinaryIO:
         """The file's bytes as a seekable stream; raises `ApiError` when they have just been removed."""
         try:
-            return self._store.open(_content_key(file.id))
+            return self._store.open(content_key(file.id))
         except ObjectNotFound as error:
             raise not_found("file", file.id) from error
 
@@ -115,13 +111,13 @@ class Files:
         file = self.get(tenant, file_id)
         reader = self._open_reader(file_id)
         if reader is None:
-            self._store.create(_deleted_key(file_id), b"")
+            self._store.create(deleted_key(file_id), b"")
             reader = self._open_reader(file_id)  # one that was added meanwhile may not have seen the tombstone
             if reader is None:
                 self._remove(file)
                 self.usage.subtract(tenant, file.size)
                 return file
-            self._store.delete(_deleted_key(file_id))
+            self._store.delete(deleted_key(file_id))
         raise ApiError(
             409,
             "file_in_use",
@@ -131,24 +127,24 @@ class Files:
 
     def as_input(self, file: StoredFile) -> InputRef:
         """The file as the input of a job."""
-        uri = self._store.locate(_content_key(file.id))
+        uri = self._store.locate(content_key(file.id))
         return InputRef(uri=uri, format=file.format, files=(InputFile(uri=uri, size=file.size, sha256=file.sha256),))
 
     def add_reader(self, file: StoredFile, job: str) -> None:
         """Record that a job, which is about to be created, reads the file; raises `ApiError` when the file is gone."""
-        self._store.create(_reader_key(file.id, job), Reader(at=self._world.clock.now()).to_json())
+        self._store.create(reader_key(file.id, job), Reader(at=self._world.clock.now()).to_json())
         if self._read(file.id) is None:
             self.remove_reader(file.id, job)
             raise not_found("file", file.id, "input_file_id")
 
     def remove_reader(self, file_id: str, job: str) -> None:
         """Remove the reader record of a job that isn't created."""
-        self._store.delete(_reader_key(file_id, job))
+        self._store.delete(reader_key(file_id, job))
 
     def _read(self, file_id: str) -> StoredFile | None:
         """The file, unless it is missing or deleted."""
         found = find_file(self._store, file_id)
-        return None if found is None or self._store.info(_deleted_key(file_id)) is not None else found
+        return None if found is None or self._store.info(deleted_key(file_id)) is not None else found
 
     def _is_gone(self, file: StoredFile) -> bool:
         return file.expires_at is not None and file.expires_at <= self._world.clock.now()
@@ -160,7 +156,7 @@ class Files:
         """Remove the marker of an interrupted upload whose content is garbage-collected: it would count against the
         quota forever. A file that is being stored has content before it has a marker."""
         file_id = read_marker(marker).id
-        if self._store.info(_content_key(file_id)) is None and self._store.info(_record_key(file_id)) is None:
+        if self._store.info(content_key(file_id)) is None and self._store.info(record_key(file_id)) is None:
             for key in files_of(tenant).keys(marker):
                 self._store.delete(key)
 
@@ -168,76 +164,6 @@ class Files:
         for key in objects_of(self._store, file):
             self._store.delete(key)
         unmark_deleted(self._store, file.id)
-
-
-def find_file(store: ObjectStore, file_id: str) -> StoredFile | None:
-    """The metadata of a file, even when it is marked as deleted. Raises `LedgerError` for a damaged record."""
-    try:
-        data = store.read(_record_key(file_id))
-    except ObjectNotFound:
-        return None
-    return parse_stored(store.locate(_record_key(file_id)), data, StoredFile)
-
-
-def is_deleted(store: ObjectStore, file_id: str) -> bool:
-    """Whether the file has a tombstone, so that its removal has begun."""
-    return store.info(_deleted_key(file_id)) is not None
-
-
-def mark_deleted(store: ObjectStore, file_id: str) -> None:
-    """Write the file's tombstone, which hides it."""
-    store.create(_deleted_key(file_id), b"")
-
-
-def unmark_deleted(store: ObjectStore, file_id: str) -> None:
-    """Remove the file's tombstone, when it is not deleted after all or is removed completely."""
-    store.delete(_deleted_key(file_id))
-
-
-def open_reader(store: ObjectStore, file_id: str, now: datetime) -> str | None:
-    """A job that reads the file and is open or about to be created; None: there is none."""
-    folder = f"{FILES}{file_id}/readers/"
-    for info in store.list(folder):
-        job = info.key.removeprefix(folder).removesuffix(".json")
-        ledger = JobLedger(store, f"{JOBS}{job}/")
-        if ledger.find_job() is not None:
-            if ledger.manifest() is None:
-                return job
-        elif _is_beginning(store, info.key, now):
-            return job
-    return None
-
-
-def objects_of(store: ObjectStore, file: StoredFile) -> Iterator[str]:
-    """The keys of the file's objects in the order of their removal; the tombstone is removed after them."""
-    yield _content_key(file.id)
-    yield from [info.key for info in store.list(f"{FILES}{file.id}/readers/")]
-    yield from files_of(file.tenant).keys(file.marker)
-    yield _record_key(file.id)
-
-
-def _is_beginning(store: ObjectStore, key: str, now: datetime) -> bool:
-    try:
-        reader = parse_stored(store.locate(key), store.read(key), Reader)
-    except ObjectNotFound:
-        return False
-    return reader.at + READER_GRACE_PERIOD > now
-
-
-def _content_key(file_id: str) -> str:
-    return f"{FILES}{file_id}/content"
-
-
-def _record_key(file_id: str) -> str:
-    return f"{FILES}{file_id}/file.json"
-
-
-def _reader_key(file_id: str, job: str) -> str:
-    return f"{FILES}{file_id}/readers/{job}.json"
-
-
-def _deleted_key(file_id: str) -> str:
-    return f"{FILES}{file_id}/deleted"
 
 
 def file_response(file: StoredFile) -> File:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.gateway.files.service import READER_GRACE_PERIOD, Files
+from pipeline.gateway.files.file_objects import READER_GRACE_PERIOD
+from pipeline.gateway.files.service import Files
 from pipeline.gateway.http.errors import ApiError
 from pipeline.gateway.records import StoredFile, new_file_id
 from pipeline.ports import World
