@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "classify": "pooled", "embed": "pooled", "load_model": "resident", "map": "mapping", "preview": "mapping",
-    "score": "pooled", "write_dataset": "dataset_folder",
+    "score": "pooled", "write_dataset": "data.dataset_folder",
 }  # fmt: skip
 """The modules of the functions."""
 

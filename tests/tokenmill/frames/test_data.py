@@ -20,7 +20,7 @@ import pytest
 
 from pipeline.planner.readers import expansion
 from tokenmill.errors import InvalidCall
-from tokenmill.frames import files
+from tokenmill.frames.data import files
 from tokenmill.frames.data.kinds import open_frame
 
 ROWS: list[dict[str, Any]] = [

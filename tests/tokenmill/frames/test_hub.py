@@ -20,7 +20,7 @@ from tests.tokenmill.command_processes import ROOT
 from tests.tokenmill.frames.test_data import ADDED, ANSWERS, ROWS, SCHEMA, TABLE
 from tests.tokenmill.test_examples import run_example
 from tokenmill.errors import InvalidCall
-from tokenmill.frames import dataset_folder
+from tokenmill.frames.data import dataset_folder
 from tokenmill.frames.data.kinds import open_frame
 
 pytestmark = pytest.mark.slow  # importing the library takes seconds
