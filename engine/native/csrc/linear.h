@@ -133,12 +133,13 @@ inline void grouped_product(const Linear& w, const u32* a, int64_t lda, int rows
         }
     const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     for_groups([&](int word, int words, const GroupedPanel& group) {
+        const u32* following = ahead ? ahead + int64_t(word) * PANEL : nullptr;
         for (int t = 0; t < tiles; t++) {
             const int begin = int(long(rows) * t / tiles), count = int(long(rows) * (t + 1) / tiles) - begin;
             GroupedPanel of_tile = group;
             of_tile.row_scale += begin * scale_stride;
             micro_grouped_of(count)(a + begin * lda + word, lda, b + int64_t(word) * PANEL, words, of_tile, c + begin * PANEL,
-                                    t == 0 && ahead ? ahead + int64_t(word) * PANEL : nullptr);
+                                    {&following, t, tiles});
         }
     });
 }

@@ -11,10 +11,22 @@ namespace {
 
 constexpr int PANEL = 2 * VL;  // columns of a weight panel, and of one pass of the kernel
 
-// `ahead`: for each block memory that is fetched meanwhile, NV vectors for each step along k; or null.
+// Memory that is fetched while a product is computed: for each block another of its size, or null. Tiles of rows take
+// turns with the same columns, and each fetches its part: all of it at once would be more than is under way at a time.
+template <class B> struct Ahead {
+    const B* const* blocks;
+    int part, parts;
+
+    // Where a tile begins in what belongs to its columns, `width` elements for each of kb steps, and how far it goes a step.
+    const B* first(int block, long column, int kb, int width) const {
+        return blocks && blocks[block] ? blocks[block] + column * kb + long(width) * kb * part / parts : nullptr;
+    }
+    long step(int width) const { return width / parts; }
+};
+
 template <class D, int MR, int NV>
 void micro(const u32* a, long lda, const typename D::B* const* blocks, int num_blocks, int kb, long ldb, long column,
-           u32* c, long ldc, const typename D::B* const* ahead) {
+           u32* c, long ldc, const Ahead<typename D::B>& ahead) {
     typename D::acc acc[MR][NV];
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++)
@@ -26,9 +38,8 @@ void micro(const u32* a, long lda, const typename D::B* const* blocks, int num_b
         // Rows are reached from every third one: four pointers and one stride fit the address registers.
         const u32 *a3 = a0 + 3 * lda, *a6 = a0 + 6 * lda, *a9 = a0 + 9 * lda;
         // Fetching what is here already costs next to nothing.
-        const bool fetches = ahead && ahead[j];
-        const typename D::B* fetched = fetches ? ahead[j] + column * kb : b;
-        const long step = fetches ? NV * VL : 0;
+        const typename D::B *next = ahead.first(j, column, kb, NV * VL), *fetched = next ? next : b;
+        const long step = next ? ahead.step(NV * VL) : 0;
         for (int k = 0; k < kb; k++) {
             for (int line = 0; line < NV * VL; line += 64 / sizeof(typename D::B)) _mm_prefetch((const char*)(fetched + line), _MM_HINT_T1);
             fetched += step;
@@ -55,7 +66,7 @@ void micro(const u32* a, long lda, const typename D::B* const* blocks, int num_b
 // piece by piece, once for all columns of the panel, and the loop only reads them. The same sums in the same order.
 template <int MR, int NV>
 void micro_widened(const u32* a, long lda, const u32* const* blocks, int num_blocks, int kb, long ldb, long column,
-                   u32* c, long ldc, const u32* const* ahead) {
+                   u32* c, long ldc, const Ahead<u32>& ahead) {
     constexpr int PIECE = 64;  // words of a row, whose elements stay in the first cache
     alignas(64) float rows[2][MR][PIECE];
     vf acc[MR][NV];
@@ -65,9 +76,8 @@ void micro_widened(const u32* a, long lda, const u32* const* blocks, int num_blo
         for (int v = 0; v < NV; v++) acc[r][v] = zero();
     for (int j = 0; j < num_blocks; j++) {
         const u32* b = blocks[j] + column;
-        const bool fetches = ahead && ahead[j];
-        const u32* fetched = fetches ? ahead[j] + column * kb : b;
-        const long step = fetches ? NV * VL : 0;
+        const u32 *next = ahead.first(j, column, kb, NV * VL), *fetched = next ? next : b;
+        const long step = next ? ahead.step(NV * VL) : 0;
         for (int first = 0; first < kb; first += PIECE) {
             const int count = kb - first < PIECE ? kb - first : PIECE;
             for (int r = 0; r < MR; r++) {
@@ -107,7 +117,7 @@ void micro_widened(const u32* a, long lda, const u32* const* blocks, int num_blo
 
 template <class D>
 using Micro = void (*)(const u32*, long, const typename D::B* const*, int, int, long, long, u32*, long,
-                       const typename D::B* const*);
+                       const Ahead<typename D::B>&);
 
 template <class D, int MR, int NV> constexpr Micro<D> best_micro() {
     if constexpr (D::WIDENS)
@@ -146,14 +156,15 @@ struct GroupedPanel {
 
 // c [MR][PANEL]
 template <int MR>
-void micro_grouped(const u32* a0, long lda, const u32* b, int kw, const GroupedPanel& group, float* c, const u32* ahead) {
+void micro_grouped(const u32* a0, long lda, const u32* b, int kw, const GroupedPanel& group, float* c,
+                   const Ahead<u32>& ahead) {
     const vi one = load_words(group.offset), two = load_words(group.offset + VL);
     vi acc[MR][2];
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++) acc[r][0] = one, acc[r][1] = two;
     const u32 *a3 = a0 + 3 * lda, *a6 = a0 + 6 * lda, *a9 = a0 + 9 * lda;
-    const u32* fetched = ahead ? ahead : b;
-    const long step = ahead ? PANEL : 0;
+    const u32 *next = ahead.first(0, 0, kw, PANEL), *fetched = next ? next : b;
+    const long step = next ? ahead.step(PANEL) : 0;
     for (int k = 0; k < kw; k++) {
         for (int line = 0; line < PANEL; line += 16) _mm_prefetch((const char*)(fetched + line), _MM_HINT_T1);
         fetched += step;
@@ -185,7 +196,7 @@ void micro_grouped(const u32* a0, long lda, const u32* b, int kw, const GroupedP
     }
 }
 
-using MicroGrouped = void (*)(const u32*, long, const u32*, int, const GroupedPanel&, float*, const u32*);
+using MicroGrouped = void (*)(const u32*, long, const u32*, int, const GroupedPanel&, float*, const Ahead<u32>&);
 
 inline MicroGrouped micro_grouped_of(int rows) {
     static const MicroGrouped table[] = {
@@ -260,23 +271,32 @@ void wide_product(const u32* a, long lda, int rows, const typename D::B* const* 
     }
 }
 
-// columns: a multiple of VL. ahead: for each block another of its size, fetched while the first rows are computed.
+// As D, but its rows are widened word by word.
+template <class D> struct WordByWord : D {
+    static constexpr bool WIDENS = false;
+};
+
+// columns: a multiple of VL. ahead: for each block another of its size, which is fetched meanwhile; or null.
 template <class D>
 void product(const u32* a, long lda, int rows, const typename D::B* const* blocks, int num_blocks, int kb, long ldb,
              int columns, u32* c, long ldc, const typename D::B* const* ahead = nullptr) {
-    const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    // Vectors of 8 give few rows too little work to pay for widening them beforehand; more rows need a register for it.
+    if constexpr (D::WIDENS && VL == 8)
+        if (rows <= 4) return product<WordByWord<D>>(a, lda, rows, blocks, num_blocks, kb, ldb, columns, c, ldc, ahead);
+    constexpr int most = D::WIDENS && VL == 8 ? TILE_ROWS - 1 : TILE_ROWS;
+    const int tiles = (rows + most - 1) / most;
     int column = 0;
     // Few rows leave the multipliers waiting for their own results: more columns at once keep them busy.
     if (rows <= TILE_ROWS / 2)
         for (; columns - column >= 2 * PANEL; column += 2 * PANEL)
-            micro_of<D, 4>(rows)(a, lda, blocks, num_blocks, kb, ldb, column, c + column, ldc, ahead);
+            micro_of<D, 4>(rows)(a, lda, blocks, num_blocks, kb, ldb, column, c + column, ldc, {ahead, 0, 1});
     for (; column < columns; column += PANEL) {
         const bool wide = columns - column >= PANEL;
         for (int t = 0; t < tiles; t++) {
             const int begin = int(long(rows) * t / tiles), count = int(long(rows) * (t + 1) / tiles) - begin;
             Micro<D> kernel = wide ? micro_of<D, 2>(count) : micro_of<D, 1>(count);
             kernel(a + begin * lda, lda, blocks, num_blocks, kb, ldb, column, c + begin * ldc + column, ldc,
-                   t == 0 ? ahead : nullptr);
+                   {ahead, t, tiles});
         }
     }
 }

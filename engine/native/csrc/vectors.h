@@ -293,7 +293,7 @@ struct BF16 {
     static constexpr bool WIDENS = false;
     static inline acc dot(acc c, vi a, vi b) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 #else
-    static constexpr bool WIDENS = VL == 16;  // vectors of 8 are shifted by a port that doesn't multiply
+    static constexpr bool WIDENS = true;
     static inline acc dot(acc c, vi a, vi b) { return fma(odd(a), odd(b), fma(even(a), even(b), c)); }
 #endif
 };
