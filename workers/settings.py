@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from pipeline.worker_client.ports import CHECKPOINT_SECONDS
@@ -36,6 +36,7 @@ class WorkerSettings:
         stuck_seconds: the heartbeats end after so long without an iteration of the loop.
         policies: check prompts and answers.
         check: judges the answers of a job with `max_tries`, after the check of their form; None: that alone does.
+        checks: those of jobs that have one of their own, by the job's id.
         trace_interval_seconds: interval of the engine's steps that get a span, where traces are on; 0: none does.
     """
 
@@ -48,4 +49,9 @@ class WorkerSettings:
     stuck_seconds: float = 300.0
     policies: Policies = NO_POLICIES
     check: AnswerCheck | None = None
+    checks: Mapping[str, AnswerCheck | None] = field(default_factory=dict)
     trace_interval_seconds: float = 1.0
+
+    def check_of(self, job: str) -> AnswerCheck | None:
+        """The check of a job's answers."""
+        return self.checks.get(job, self.check)

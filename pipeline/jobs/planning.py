@@ -29,6 +29,7 @@ from pipeline.planner import (
     InvalidInput,
     ModelRouting,
     PlanSummary,
+    RowSource,
     StoredShard,
     TokenCounter,
     TooManyRows,
@@ -211,6 +212,7 @@ def plan_job(
     open_input: Callable[[InputRef], PinnedInput] = open_pinned,
     router: RuleRouter | None = None,
     former: FormerAnswers | None = None,
+    source: RowSource | None = None,
 ) -> PlanSummary | None:
     """Plan a job, or the rest of an interrupted plan. None: the plan is complete already, or the job has ended.
 
@@ -221,6 +223,7 @@ def plan_job(
         open_input: makes the pinned input readable; with settings of its own where S3 needs them.
         router: applies the rules of the job's virtual models; None: one without loads and labels.
         former: answers that rows with the same keys take, so that they are not computed.
+        source: makes the rows; None: the input has them.
 
     Raises:
         InvalidInput: invalid lines stop the job (`on_invalid` "job"); it has ended as failed.
@@ -235,7 +238,8 @@ def plan_job(
     span = world.traces.begin("plan", {"tokenmill.job.id": job.id}, parent=world.traces.of_job(job))
     with working_for(span):
         routing = model_routing(job, world, router)
-        return _plan(ledger, job, world, count_tokens, max_segments, open_input(job.input), span, routing, former)
+        watched = open_input(job.input)
+        return _plan(ledger, job, world, count_tokens, max_segments, watched, span, routing, former, source)
 
 
 def _plan(
@@ -248,9 +252,11 @@ def _plan(
     span: Span,
     routing: ModelRouting,
     former: FormerAnswers | None,
+    source: RowSource | None,
 ) -> PlanSummary:
-    with _of_this_input(watched):
-        source = open_source(watched.files(), job.input.format, job.settings.limits, job.only_model)
+    if source is None:
+        with _of_this_input(watched):
+            source = open_source(watched.files(), job.input.format, job.settings.limits, job.only_model)
     sink = LedgerPlanSink(ledger, job, world, source.carried, watched.check)
     try:
         with _of_this_input(watched):

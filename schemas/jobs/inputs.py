@@ -11,10 +11,13 @@ from schemas.stored import Count, Sha256, StoredModel
 
 
 class InputFormat(StrEnum):
+    """Of a job's input. `STEP`: the rows are made from results of other jobs; their requests are in the shards only."""
+
     JSONL = "jsonl"
     PARQUET = "parquet"
     CSV = "csv"
     ARROW = "arrow"
+    STEP = "step"
 
 
 class FileStamp(StoredModel):

@@ -23,6 +23,7 @@ class RowErrorCode(StrEnum):
     SPEND_LIMIT = "spend_limit"
     INCOMPLETE_ANSWER = "incomplete_answer"
     INVALID_ANSWER = "invalid_answer"
+    INPUT_FAILED = "input_failed"
     ENGINE_ERROR = "engine_error"
 
 
@@ -41,6 +42,7 @@ STATUS_CODES: dict[RowErrorCode, int] = {
     RowErrorCode.SPEND_LIMIT: 402,
     RowErrorCode.INCOMPLETE_ANSWER: 422,
     RowErrorCode.INVALID_ANSWER: 422,
+    RowErrorCode.INPUT_FAILED: 424,
     RowErrorCode.ENGINE_ERROR: 500,
 }
 """The HTTP status of each error code."""

@@ -44,10 +44,28 @@ def run_call(
     engine: Mapping[str, Any],
 ) -> Any:
     """The table with its new columns, or with `dry_run` an estimate. Raises as `tokenmill.map`."""
+    if isinstance(data, DeferredCall):
+        return data.take(task, model, engine)
     call = TableCall(open_frame(data), task, output_column)
     if dry_run:
         return call.estimate(model, engine, reuse)
     return call.frame.with_columns(call.compute(model, output_dir, engine, reuse))
+
+
+class DeferredCall:
+    """In place of the data of a call: it is checked, and taken to be run later.
+
+    Attributes:
+        task, model, engine: of the call.
+    """
+
+    task: Task
+    model: Model
+    engine: Mapping[str, Any]
+
+    def take(self, task: Task, model: Model, engine: Mapping[str, Any]) -> None:
+        """Take the call."""
+        self.task, self.model, self.engine = task, model, engine
 
 
 class TableCall:
@@ -73,6 +91,11 @@ class TableCall:
                 )
         self.requests = TableRequests(frame, task)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of the new columns."""
+        return tuple(self._names.values())
+
     def compute(
         self, model: Model, output_dir: str | os.PathLike[str] | None, engine: Mapping[str, Any], reuse: Any = None
     ) -> pa.Table:
@@ -96,15 +119,19 @@ class TableCall:
         return self._job(model, engine).estimate()
 
     def columns(self, answers: Answers, results: pa.Table) -> pa.Table:
-        """The new columns from the results."""
+        """The new columns from the results of all rows."""
         if results.num_rows != len(self.frame):
             rows = len(self.frame)
             raise InvalidCall(f"the job has {results.num_rows} results for {rows} rows; give another output_dir")
+        return self.columns_of(answers, results)
+
+    def columns_of(self, answers: Answers, results: pa.Table) -> pa.Table:
+        """The new columns from these results."""
         codes, messages = results["error_code"].to_pylist(), results["error_message"].to_pylist()
         errors = [None if code is None else f"{code}: {message}" for code, message in zip(codes, messages, strict=True)]
         own = answers.columns(results, errors)
         columns = [own[suffix] if suffix in own else _COMMON[suffix](results, errors) for suffix in self._names]
-        return pa.table(columns, names=list(self._names.values()))
+        return pa.table(columns, names=list(self.names))
 
     def record(self) -> CallRecord:
         """What the call asks, for its job's folder."""

@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.jobs.submit import DifferentJob
+from pipeline.planner.segment_sizes import SegmentSizes
 from schemas.jobs.arrow_schemas import RESULT_FIELDS
+from schemas.jobs.inputs import InputRef
 from schemas.jobs.job import JobSettings
 from schemas.requests.errors import RowError
 from schemas.requests.parsing import Body, parse_body
@@ -24,14 +27,15 @@ from tokenmill.config.engine_options import EngineOptions, engine_options
 from tokenmill.config.former import FormerUnusable
 from tokenmill.config.inputs import pin
 from tokenmill.errors import InvalidCall
-from tokenmill.frames.requests import REQUESTS, FieldSharing, write_into_job
+from tokenmill.frames.requests import REQUESTS, FieldSharing, line_of, write_into_job
 from tokenmill.local.estimate import JobDryRuns
 from tokenmill.local.execute import run_with_progress
 from tokenmill.local.pricing import price_of_worker
 from tokenmill.local.run_job import Load
-from tokenmill.local.run_plan import make_plan
+from tokenmill.local.run_plan import RunPlan, make_plan
 from tokenmill.settings import read_settings
 from workers.model.loaded_model import model_path
+from workers.settings import AnswerCheck
 from workers.text.chat_options import OWN_CHAT
 
 if TYPE_CHECKING:
@@ -138,42 +142,52 @@ class TableJob:
             KeyboardInterrupt: the run was stopped.
             What `run_job` raises.
         """
-        path, price = self.write(folder), price_of_worker(self._settings)
-        plan = make_plan(
-            str(path), [self._given_model], folder, self._wanted, self._engine, self._task.chat or OWN_CHAT,
-            price_per_hour=price, reuse=reuse, check=self._task.judging.check_of(self._call.frame),
-        )  # fmt: skip
-        go_on = f"what is computed is kept, and the same call with output_dir={str(folder)!r} goes on from there"
-        try:
+        path = self.write(folder)
+        plan = self.plan(str(path), folder, reuse, self._task.judging.check_of(self._call.frame))
+        with explained(folder):
             done = run_with_progress(plan, load)
-        except KeyboardInterrupt as error:
-            raise KeyboardInterrupt(f"stopped at once; {go_on}") from error
-        except DifferentJob as error:
-            changed = "; ".join(f"{name} was {old}, now {new}" for name, old, new in error.differences)
-            raise InvalidCall(
-                f"output_dir: {folder} holds another job: {changed}; give another folder, or remove this one"
-            ) from error
-        except FormerUnusable as error:
-            raise InvalidCall(f"reuse: {error}") from error
         if done.manifest is None:
             rows = f"{output.count(done.counts.total - done.counts.pending)} of {output.count(done.counts.total)}"
-            raise KeyboardInterrupt(f"stopped: {rows} rows are committed; {go_on}")
+            raise KeyboardInterrupt(f"stopped: {rows} rows are committed; {how_to_go_on(folder)}")
         return self.results(folder)
+
+    def plan(self, inputs: str | InputRef, folder: Path, reuse: Path | None, check: AnswerCheck | None) -> RunPlan:
+        """The parameters of a run whose requests are in `inputs`. Raises what `make_plan` raises."""
+        return make_plan(
+            inputs, [self._given_model], folder, self._wanted, self._engine, self._task.chat or OWN_CHAT,
+            price_per_hour=price_of_worker(self._settings), reuse=reuse, check=check,
+        )  # fmt: skip
 
     def results(self, folder: Path) -> pa.Table:
         """The results of the job in the folder, which has ended: in the rows' order, with `COLUMNS` and those that the
         answers are made from."""
-        results = pq.read_table(folder / "results", columns=[*COLUMNS, *self._task.results])
-        return results.cast(pa.schema([_large(field) for field in results.schema])).sort_by("row")
+        return large(pq.read_table(folder / "results", columns=self.columns)).sort_by("row")
+
+    def line(self, row: int, fields: Mapping[str, Any]) -> Any:
+        """The line of a row whose request has these fields, as parsed JSON."""
+        return orjson.loads(orjson.dumps(line_of(row, self._task.url, {**self._body, **fields})))
+
+    @property
+    def segment_sizes(self) -> SegmentSizes:
+        """The sizes of the segments of its plan."""
+        return SegmentSizes.of(self._wanted.plan)
+
+    @property
+    def columns(self) -> list[str]:
+        """Those of the results that become the new columns of the table."""
+        return [*COLUMNS, *self._task.results]
 
     def no_results(self) -> pa.Table:
         """The results of a table without rows."""
-        wanted = {*COLUMNS, *self._task.results}
-        return pa.schema([field for field in RESULT_FIELDS if field.name in wanted]).empty_table()
+        return pa.schema([field for field in RESULT_FIELDS if field.name in self.columns]).empty_table()
 
     def write(self, folder: Path, *, fresh: bool = False) -> Path:
         """Write the requests into a job's folder; see `write_into_job`."""
         return write_into_job(self._requests, folder, self._body, self._call.record(), fresh=fresh)
+
+    def over(self, call: TableCall) -> TableJob:
+        """The same job over other rows."""
+        return TableJob(call, self._given_model, self._wanted, self._engine)
 
     def estimate(self, price_per_hour: float | None = None) -> TableEstimate:
         """The dry run of the job; of one with `{% fields %}` in both orders. `price_per_hour`: of this machine; None:
@@ -200,6 +214,28 @@ class TableJob:
         return JobDryRuns.of(pin(str(path)), self._model, self._wanted, options)
 
 
+def how_to_go_on(folder: Path) -> str:
+    """The end of the message of a call that was stopped."""
+    return f"what is computed is kept, and the same call with output_dir={str(folder)!r} goes on from there"
+
+
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """Raise what stops a run in the caller's words: `InvalidCall` for a folder of another job, or former results that
+    can't be used; `KeyboardInterrupt` with how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(f"stopped at once; {how_to_go_on(folder)}") from error
+    except DifferentJob as error:
+        changed = "; ".join(f"{name} was {old}, now {new}" for name, old, new in error.differences)
+        raise InvalidCall(
+            f"output_dir: {folder} holds another job: {changed}; give another folder, or remove this one"
+        ) from error
+    except FormerUnusable as error:
+        raise InvalidCall(f"reuse: {error}") from error
+
+
 def engine_of(keywords: Mapping[str, Any]) -> EngineOptions:
     """The engine's options for checked keywords (`EngineKeywords`). Raises as `engine_options`."""
     folder = keywords.get("kv_cache_dir")
@@ -207,11 +243,11 @@ def engine_of(keywords: Mapping[str, Any]) -> EngineOptions:
     return engine_options(read_settings(), **given)
 
 
-def _large(field: pa.Field) -> pa.Field:
-    """The field with offsets of 64 bits: rows are sorted by copying a column whole, and texts or vectors may have more
-    than 2^31 bytes or numbers."""
-    large = {pa.string(): pa.large_string(), pa.list_(pa.float32()): pa.large_list(pa.float32())}
-    return field.with_type(large.get(field.type, field.type))
+def large(results: pa.Table) -> pa.Table:
+    """The results with offsets of 64 bits: rows are sorted by copying a column whole, and texts or vectors may have
+    more than 2^31 bytes or numbers."""
+    types = {pa.string(): pa.large_string(), pa.list_(pa.float32()): pa.large_list(pa.float32())}
+    return results.cast(pa.schema([field.with_type(types.get(field.type, field.type)) for field in results.schema]))
 
 
 @contextmanager

@@ -70,7 +70,17 @@ class TableRequests:
 
         Args:
             as_written: `{% fields %}` in the template's order.
+
+        Raises:
+            InvalidCall: a text can't be rendered; the message names the row.
         """
+        for row, made in enumerate(self.try_requests(as_written=as_written)):
+            if isinstance(made, InvalidCall):
+                raise InvalidCall(f"row {row}: {made}") from made
+            yield made
+
+    def try_requests(self, *, as_written: bool = False) -> Iterator[dict[str, Any] | InvalidCall]:
+        """The same, with the error in place of a request that can't be rendered."""
         texts = self._task.texts
         used = sorted({column for text in texts.values() for column in text.columns})
         for row, cells in enumerate(self._frame.cells(used)):
@@ -79,10 +89,9 @@ class TableRequests:
                 lines = self._lines[row]
                 chosen = "".join(lines if as_written else (lines[index] for index in self._orders[row]))
             try:
-                rendered = {name: text.render(cells, chosen) for name, text in texts.items()}
+                yield self._task.request({name: text.render(cells, chosen) for name, text in texts.items()})
             except InvalidCall as error:
-                raise InvalidCall(f"row {row}: {error}") from error
-            yield self._task.request(rendered)
+                yield error
 
     def write(self, path: Path, body: Mapping[str, Any], *, as_written: bool = False) -> None:
         """Write the lines of a batch. Row n is line n, from 0.
@@ -95,9 +104,12 @@ class TableRequests:
         """
         with path.open("wb") as file:
             for row, fields in enumerate(self.requests(as_written=as_written)):
-                whole = {**body, **fields}
-                line = {"custom_id": f"row-{row}", "method": "POST", "url": self._task.url, "body": whole}
-                file.write(orjson.dumps(line) + b"\n")
+                file.write(orjson.dumps(line_of(row, self._task.url, {**body, **fields})) + b"\n")
+
+
+def line_of(row: int, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The line of a batch with a row's request."""
+    return {"custom_id": f"row-{row}", "method": "POST", "url": url, "body": body}
 
 
 def write_into_job(

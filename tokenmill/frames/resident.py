@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from schemas.jobs.plan import PlanSegment
     from schemas.models import ModelPin
     from tokenmill.frames.options import EngineKeywords
-    from tokenmill.local.run_job import Load
-    from tokenmill.local.run_plan import RunPlan
+    from tokenmill.local.run_plan import LoadAny, RunPlan
     from workers.model.loaded_model import LoadedModel
     from workers.text.chat_options import ChatOptions
 
@@ -74,7 +73,7 @@ class ResidentModel:
             self._release()
 
     @contextmanager
-    def turn(self) -> Iterator[Load]:
+    def turn(self) -> Iterator[LoadAny]:
         """The exclusive use of the model by one job, which loads it if need be. A job that fails or is stopped may
         leave rows in the engine, so the model is released then."""
         with self._turn:
@@ -84,7 +83,7 @@ class ResidentModel:
                 self._release()
                 raise
 
-    def _load(self, plan: RunPlan, pin: ModelPin, _: list[PlanSegment]) -> LoadedModel:
+    def _load(self, plan: RunPlan, pin: ModelPin, _: list[PlanSegment] | None) -> LoadedModel:
         """The model of this pin. It is loaded anew if its weights or chat template changed."""
         from tokenmill.local.run_plan import load_model
 
@@ -103,7 +102,7 @@ class ResidentModel:
 Model = str | ResidentModel
 
 
-def load_in_turn(model: Model) -> AbstractContextManager[Load | None]:
+def load_in_turn(model: Model) -> AbstractContextManager[LoadAny | None]:
     """The use of a model by one job; None: the job loads its own."""
     return model.turn() if isinstance(model, ResidentModel) else nullcontext()
 

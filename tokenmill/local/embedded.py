@@ -7,7 +7,7 @@ dispatcher on its own, so that a long engine step never delays it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +45,10 @@ class Output:
     lock: RunLock
 
 
+ProgressOf = Callable[[str], Progress | None]
+"""The progress of a job by its id; None: it has ended."""
+
+
 @contextmanager
 def open_output(folder: Path) -> Iterator[Output]:
     """Open and lock an output folder for one run.
@@ -59,23 +63,25 @@ def open_output(folder: Path) -> Iterator[Output]:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedWork:
-    """The interface of the open job for its workers.
+    """The interface of the open jobs for their workers.
 
     Attributes:
-        queue, heartbeats: of this process.  finished: whether the job has ended.
+        ledgers: of the jobs, by id.
+        queue, heartbeats: of this process.  finished: whether the jobs have ended.
         price_per_hour: of a worker.
     """
 
     output: Output
+    ledgers: Mapping[str, JobLedger]
     queue: MemoryQueue
     heartbeats: MemoryHeartbeats
     finished: Callable[[], bool]
     price_per_hour: float | None = None
 
     def client(self, pins: Sequence[ModelPin]) -> ShardClient:
-        """A client for a worker in this process, with those of the job's models."""
+        """A client for a worker in this process, with those of the jobs' models."""
         return ShardClient(
-            WORKER, self.output.world, lambda _: self.output.ledger, self.queue, self.heartbeats, self.finished,
+            WORKER, self.output.world, self.ledgers.__getitem__, self.queue, self.heartbeats, self.finished,
             models=[pin.key for pin in pins], price_per_hour=self.price_per_hour,
         )  # fmt: skip
 
@@ -87,35 +93,55 @@ def dispatch(
     price_per_hour: float | None,
     workers: int = 1,
 ) -> Manifest | None:
-    """Dispatch the job's open shards to `work`, on this thread, until the job ends or `work` returns. Shards may still
-    be planned meanwhile.
+    """Dispatch the folder's job; see `dispatch_jobs`. `begin` gets its progress."""
+    job = output.ledger.job().id
+
+    def begin_job(progress_of: ProgressOf) -> None:
+        progress = progress_of(job)
+        assert progress is not None, "it is open"
+        begin(progress)
+
+    return dispatch_jobs(output, {job: output.ledger}, begin_job, work, price_per_hour, workers).get(job)
+
+
+def dispatch_jobs(
+    output: Output,
+    ledgers: Mapping[str, JobLedger],
+    begin: Callable[[ProgressOf], None],
+    work: Callable[[EmbeddedWork], None],
+    price_per_hour: float | None,
+    workers: int = 1,
+) -> dict[str, Manifest]:
+    """Dispatch the open shards of jobs to `work`, on this thread, until all jobs end or `work` returns. Shards may
+    still be planned meanwhile.
 
     Args:
-        begin: called with the job's progress, before `work`.
+        ledgers: of the jobs, by id, all in the store of `output`.
+        begin: called before `work`, with a function that returns the progress of an open job; any thread may call it.
         work: a worker's loop over a client, which is its source and its sink. Not called when no shard is open, so that
             no model is loaded for a job that lacks only its manifest.
         price_per_hour: of each worker.  workers: their number in `work`.
 
-    Returns the outcome, or None when `work` returned early. Raises what either side raises; when the dispatcher fails,
-    the worker ends with the shards that it holds.
+    Returns the outcomes of the jobs that have ended. Raises what either side raises; when the dispatcher fails, the
+    worker ends with the shards that it holds.
     """
     heartbeats = MemoryHeartbeats(output.world.clock, SILENCE)
     queue = MemoryQueue()
     backlog = DispatchSettings().backlog * workers
     settings = DispatchSettings(backlog=backlog, tick_interval_seconds=TICK_SECONDS, price_per_hour=price_per_hour)
     dispatcher = Dispatcher(output.world, queue, heartbeats, settings=settings)
-    job = output.ledger.job()
-    dispatcher.add(output.ledger)
+    for ledger in ledgers.values():
+        dispatcher.add(ledger)
     dispatcher.tick()
-    progress = dispatcher.progress(job.id)
-    if progress is not None:
-        begin(progress)
+    if not dispatcher.finished():
+        begin(dispatcher.progress)
         stop = threading.Event()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="dispatcher") as pool:
             dispatching = pool.submit(dispatcher.run, stop)
             try:
-                work(EmbeddedWork(output, queue, heartbeats, dispatching.done, price_per_hour))
+                work(EmbeddedWork(output, ledgers, queue, heartbeats, dispatching.done, price_per_hour))
             finally:
                 stop.set()
         dispatching.result()
-    return dispatcher.outcome(job.id)
+    outcomes = {job: dispatcher.outcome(job) for job in ledgers}
+    return {job: outcome for job, outcome in outcomes.items() if outcome is not None}

@@ -57,16 +57,11 @@ def run_with_progress(plan: RunPlan, load: Load | None = None) -> JobRun:
         load: as of `run_job`; None: a model for this job.
     """
     from pipeline.planner import InvalidInput
-    from tokenmill.local.progress import ProgressDisplay
     from tokenmill.local.run_job import run_job
     from tokenmill.local.run_plan import load_model
-    from tokenmill.local.tracker import RunTracker
-    from tokenmill.processes.logging import log_to_stderr
 
-    log_to_stderr()
-    tracker, stop = RunTracker(plan.price_per_hour), threading.Event()
     try:
-        with _stopping(stop, tracker), ProgressDisplay(output.stderr(), tracker.snapshot):
+        with shown(plan.price_per_hour) as (tracker, stop):
             return run_job(plan, tracker, stop, load or load_model)
     except InvalidInput as error:
         for wrong in error.errors[:SHOWN_ERRORS]:
@@ -74,6 +69,19 @@ def run_with_progress(plan: RunPlan, load: Load | None = None) -> JobRun:
         if error.count > SHOWN_ERRORS:
             output.say(f"… and {error.count - SHOWN_ERRORS} more")
         raise UserError(f"{error}; nothing was computed. Correct the lines, or run with --on-invalid row") from error
+
+
+@contextmanager
+def shown(price_per_hour: float | None) -> Iterator[tuple[RunTracker, threading.Event]]:
+    """Show progress on stderr, and handle signals: the event is set when the run is to stop."""
+    from tokenmill.local.progress import ProgressDisplay
+    from tokenmill.local.tracker import RunTracker
+    from tokenmill.processes.logging import log_to_stderr
+
+    log_to_stderr()
+    tracker, stop = RunTracker(price_per_hour), threading.Event()
+    with _stopping(stop, tracker), ProgressDisplay(output.stderr(), tracker.snapshot):
+        yield tracker, stop
 
 
 @contextmanager

@@ -31,6 +31,7 @@ def compute_in_rotation(
     clock: Clock,
     settings: WorkerSettings,
     stop: threading.Event,
+    close: Callable[[LoadedModel], None] = LoadedModel.close,
 ) -> None:
     """Compute a job's shards until the job ends, or `stop` is set.
 
@@ -38,6 +39,7 @@ def compute_in_rotation(
         models: in order of rotation.
         load: loads a model for the turn of this number, from 0.
         make_client: creates the source and sink of the shards of a model and of its adapters.
+        close: releases a model at the end of its turn, before the next one is loaded.
         observe: creates the observer of the turn of this number; a turn's counts begin at 0.
 
     Raises what loading and `ShardWorker.run` raise.
@@ -57,6 +59,6 @@ def compute_in_rotation(
         client.close()
         if stop.is_set() or client.finished():
             return  # the process ends soon, and the last model needn't be closed
-        model.close()
+        close(model)
         del model
         gc.collect()  # the next model needs the memory

@@ -29,6 +29,27 @@ BAR_WIDTH = 24
 
 
 @dataclass(frozen=True, slots=True)
+class StepProgress:
+    """The progress of a step of a pipeline.
+
+    Attributes:
+        total: its planned rows.  done: of them, those with a committed result.  failed: of these, those that failed.
+        is_planned: whether all of its rows are planned.  has_ended: whether its outcome is written.
+    """
+
+    name: str
+    total: int
+    done: int
+    failed: int
+    is_planned: bool
+    has_ended: bool
+
+    def __str__(self) -> str:
+        failed = f" ({count(self.failed)} failed)" if self.failed else ""
+        return f"{self.name} {count(self.done)}/{count(self.total)}{'' if self.is_planned else '+'}{failed}"
+
+
+@dataclass(frozen=True, slots=True)
 class RunSnapshot:
     """The progress of a run.
 
@@ -41,6 +62,7 @@ class RunSnapshot:
         seconds: since this run began to compute; 0 before.
         planning: whether more rows may be planned.
         price_per_hour: of this machine; None: unknown.
+        steps: of a pipeline, which stand in place of the number of rows.
     """
 
     phase: str
@@ -55,6 +77,7 @@ class RunSnapshot:
     seconds: float = 0.0
     planning: bool = False
     price_per_hour: float | None = None
+    steps: tuple[StepProgress, ...] = ()
 
     @property
     def cost(self) -> float | None:
@@ -86,9 +109,10 @@ def describe(snapshot: RunSnapshot) -> str:
         return snapshot.phase
     failed = f" ({count(snapshot.failed)} failed)" if snapshot.failed else ""
     more = "+" if snapshot.planning else ""
+    rows = [f"{count(snapshot.done)}/{count(snapshot.total)}{more} rows{failed}"]
     rows_per_second = (snapshot.done - snapshot.before) / snapshot.seconds
     words = [
-        f"{count(snapshot.done)}/{count(snapshot.total)}{more} rows{failed}",
+        *(map(str, snapshot.steps) if snapshot.steps else rows),
         f"{rows_per_second:,.{0 if rows_per_second >= 10 else 1}f} rows/s",
         f"{count(snapshot.prompt_tokens / snapshot.seconds)} tok/s in",
     ]

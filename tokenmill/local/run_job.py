@@ -80,7 +80,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
     tracker.phase("checking the model")
     only_name = plan.settings.model or (plan.models[0].name if len(plan.models) == 1 else None)
     open_source(open_input(plan.inputs).files(), plan.inputs.format, plan.settings.limits, only_name)
-    pins = tuple(_checked_pin(plan, model) for model in plan.models)
+    pins = tuple(checked_pin(plan, model) for model in plan.models)
     pins += adapter_pins(pins, plan.engine.adapters)
     order = JobOrder(
         input=plan.inputs, models=pins, settings=plan.settings, tier=plan.tier, deadline=plan.deadline,
@@ -89,7 +89,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
     with open_output(plan.output) as output, ExitStack() as formers:
         former = None
         if plan.reuse is not None and (plan.fresh or not _is_planned(output, plan)):
-            former = formers.enter_context(_open_former(plan.reuse, plan, output.world.scratch, tracker))
+            former = formers.enter_context(open_former_answers(plan.reuse, plan, output.world.scratch, tracker))
         submitted = submit(order, output.ledger, output.world, fresh=plan.fresh)
         manifest = output.ledger.manifest()
         if manifest is not None:
@@ -172,7 +172,7 @@ def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat: Chat
     )
 
 
-def _checked_pin(plan: RunPlan, model: ChosenModel) -> ModelPin:
+def checked_pin(plan: RunPlan, model: ChosenModel) -> ModelPin:
     """The pin of one of the plan's models. Raises `ModelError` if its digest is not the required one."""
     path = model_path(model.source.path)
     pin = pin_model(model, path, plan.engine, plan.chat)
@@ -196,7 +196,7 @@ def _is_planned(output: Output, plan: RunPlan) -> bool:
     return any(segment.last for segment in output.ledger.segments())
 
 
-def _open_former(
+def open_former_answers(
     former: Path, plan: RunPlan, scratch: Path, tracker: RunTracker
 ) -> AbstractContextManager[StoredFormerAnswers]:
     """The former results of `reuse`. Raises `FormerUnusable` if they are the run's own."""

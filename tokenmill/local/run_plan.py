@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import ceil
@@ -70,7 +70,7 @@ class RunPlan:
 
 
 def make_plan(
-    input_: str,
+    input_: str | InputRef,
     models: Sequence[str],
     output: Path,
     wanted: JobSettings,
@@ -89,6 +89,7 @@ def make_plan(
     """The plan of a new job, with the settings of the environment. Cheap checks come before a model is pulled.
 
     Args:
+        input_: to be pinned, or pinned already.
         models: each MODEL or NAME=MODEL.  wanted: see `job_options.job_settings`.
         content_policy: None: those of the settings.
         check: see `WorkerSettings`.
@@ -99,9 +100,9 @@ def make_plan(
     """
     settings = read_settings()
     policies = job_options.content_policies(content_policy, settings)
-    inputs = job_options.read_input(input_, None if fresh else output)
+    pinned = input_ if isinstance(input_, InputRef) else job_options.read_input(input_, None if fresh else output)
     return RunPlan(
-        inputs=inputs,
+        inputs=pinned,
         models=choose_engines(job_options.choose_models(models, settings.model_cache), engine),
         output=output,
         tier=tier,
@@ -144,6 +145,10 @@ def check_judging(plan: RunPlan) -> None:
         )
     if plan.worker.check is not None and plan.engine.replicas > 1:
         raise UserError("a Python function judges answers in this process only; leave out replicas or the function")
+
+
+LoadAny = Callable[[RunPlan, ModelPin, list[PlanSegment] | None], LoadedModel]
+"""Loads the pinned model for the committed segments of the plan; None: for any requests."""
 
 
 def load_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment] | None) -> LoadedModel:

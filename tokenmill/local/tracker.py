@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from schemas.jobs.outcome import Counts
 from schemas.jobs.plan import PlanSegment
-from tokenmill.local.progress import RunSnapshot
+from tokenmill.local.progress import RunSnapshot, StepProgress
 from workers.observability.progress import WorkerProgress
 
 
@@ -59,6 +59,7 @@ class RunTracker:
         self._base = RunSnapshot("starting", price_per_hour=price_per_hour)
         self._began: float | None = None
         self._workers: dict[int, WorkerUpdate] = {}
+        self._steps: Callable[[], tuple[StepProgress, ...]] = tuple
 
     def phase(self, name: str) -> None:
         """Start a phase without counts."""
@@ -89,6 +90,12 @@ class RunTracker:
                 planning=not segment.last,
             )
 
+    def set_steps(self, progress: Callable[[], tuple[StepProgress, ...]]) -> None:
+        """Set the steps of a pipeline: a function that returns their progress, from any thread. Their committed rows
+        are the rows of the run."""
+        self._replace(before=sum(step.done for step in progress()))
+        self._steps = progress
+
     def computing(self) -> None:
         """Start computing, with the first model or another."""
         self._replace(phase="computing")
@@ -109,10 +116,22 @@ class RunTracker:
         base, workers, began = self._base, self._workers.values(), self._began
         if not workers or began is None:
             return base
+        if steps := self._steps():
+            base = replace(
+                base,
+                steps=steps,
+                total=sum(step.total for step in steps),
+                done=sum(step.done for step in steps),
+                planning=not all(step.is_planned for step in steps),
+            )
+        else:
+            base = replace(
+                base,
+                done=base.done + sum(worker.rows for worker in workers),
+                failed=base.failed + sum(worker.failed for worker in workers),
+            )
         return replace(
             base,
-            done=base.done + sum(worker.rows for worker in workers),
-            failed=base.failed + sum(worker.failed for worker in workers),
             prompt_tokens=sum(worker.prompt_tokens for worker in workers),
             cached_tokens=sum(worker.cached_tokens for worker in workers),
             output_tokens=sum(worker.output_tokens for worker in workers),

@@ -7,6 +7,7 @@ the blocks of its prompt. An answer is judged by its form, then by the job's own
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -34,13 +35,15 @@ class AnswerJudge:
     """Judges the answers of one worker. Only its loop calls it.
 
     Args:
-        check: the job's own check, after that of the form; None: there is none.
+        check_of: a job's own check, after that of the form, by the job's id; None: it has none.
     """
 
-    def __init__(self, reader: ShardReader, builder: ResponseBuilder, check: AnswerCheck | None) -> None:
+    def __init__(
+        self, reader: ShardReader, builder: ResponseBuilder, check_of: Callable[[str], AnswerCheck | None]
+    ) -> None:
         self._reader = reader
         self._builder = builder
-        self._check = check
+        self._check_of = check_of
 
     def judge(self, work: ShardWork, row: ComputedRow) -> ComputedRow | PreparedRow:
         """The row with its outcome, or as it is to be asked again."""
@@ -80,7 +83,7 @@ class AnswerJudge:
         (choice,) = row.completion.choices
         try:
             error = find_rejection(
-                body, index, text, self._check, is_cut_off=choice.finish_reason is FinishReason.LENGTH
+                body, index, text, self._check_of(work.job.id), is_cut_off=choice.finish_reason is FinishReason.LENGTH
             )
         except MemoryError:
             raise

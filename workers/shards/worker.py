@@ -100,7 +100,7 @@ class ShardWorker:
         self._fetcher = ShardFetcher(source, sink, reader, clock, self._settings.poll_interval_seconds)
         self._writer = ShardWriter(model, sink, clock, self._settings, self._report)
         self._checkpointer = self._writer.checkpointer
-        self._judge = AnswerJudge(reader, self._writer.builder, self._settings.check)
+        self._judge = AnswerJudge(reader, self._writer.builder, self._settings.check_of)
         self._reporter = WorkerReporter(
             model, clock, self._side_work, observer, self._settings.report_interval_seconds,
             self._settings.policies.counts,

@@ -25,6 +25,7 @@ PF_EXITING: Final = 0x4
 """The kernel's flag of an ending process."""
 
 POLL_SECONDS: Final = 0.02
+LOCK_FILE: Final = ".lock"
 
 
 def try_lock(path: Path) -> int | None:
@@ -39,6 +40,21 @@ def try_lock(path: Path) -> int | None:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a run holds an output folder (`RunLock`); false where that can't be read."""
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +115,7 @@ class RunLock:
     """
 
     def __init__(self, folder: Path, retry_timeout_seconds: float = RETRY_TIMEOUT_SECONDS) -> None:
-        self.path = folder / ".lock"
+        self.path = folder / LOCK_FILE
         self._retry_timeout_seconds = retry_timeout_seconds
         self._descriptor: int | None = None
 

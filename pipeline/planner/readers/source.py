@@ -97,3 +97,8 @@ def open_source(files: Sequence[SourceFile], kind: InputFormat, limits: Limits, 
             for text in texts:
                 refuse_other_formats(text)
             return JsonlSource(texts, limits)
+        case InputFormat.STEP:
+            raise InputError(
+                f"{files[0].name}: describes steps of tokenmill.pipeline, whose rows are made of columns; call "
+                "the pipeline's run or retry_failed with its output_dir"
+            )

@@ -20,6 +20,9 @@ DEFAULT_TRIES: Final = 3
 
 MAX_NAME_CHARS: Final = 256
 
+CellsOf = Callable[[int], dict[str, Any]]
+"""A row's cells by column, given its index."""
+
 Validate = Callable[..., Any]
 """Takes an answer, and the row if it has a second parameter. The answer is accepted if it returns True or None."""
 
@@ -30,18 +33,22 @@ class Judging:
 
     Attributes:
         max_tries: of a row; None: answers are not judged before the job has ended.
-        find_reason: why an answer is not accepted besides its form, given the table, the row and the text; None: its
-            form alone counts.
+        find_reason: why an answer is not accepted besides its form, given the cells of rows, the row and the text;
+            None: its form alone counts.
         name: of what `find_reason` calls, for the job's record.
     """
 
     max_tries: int | None = None
-    find_reason: Callable[[Frame, int, str], str | None] | None = None
+    find_reason: Callable[[CellsOf, int, str], str | None] | None = None
     name: str | None = None
 
     def check_of(self, frame: Frame) -> Callable[[int, str], str | None] | None:
         """The check of answers to a frame's rows (`workers.settings.AnswerCheck`); None: there is none."""
-        return None if self.find_reason is None else partial(self.find_reason, frame)
+        return self.check_with(lambda row: next(frame.slice(row, 1).cells(frame.columns)))
+
+    def check_with(self, cells_of: CellsOf) -> Callable[[int, str], str | None] | None:
+        """The same for rows of which only the cells are given."""
+        return None if self.find_reason is None else partial(self.find_reason, cells_of)
 
 
 NO_JUDGING: Final = Judging()
@@ -66,14 +73,14 @@ def judging(form: AnswerForm, validate: Validate | None, max_tries: int | None) 
     names = [form.model, None if validate is None else getattr(validate, "__qualname__", type(validate).__name__)]
     name = ", ".join(filter(None, names))[:MAX_NAME_CHARS]
 
-    def find_reason(frame: Frame, row: int, text: str) -> str | None:
+    def find_reason(cells_of: CellsOf, row: int, text: str) -> str | None:
         try:
             answer = form.load(text)
         except ValueError as error:
             return str(error)
         if validate is None:
             return None
-        given = (answer, next(frame.slice(row, 1).cells(frame.columns))) if takes_row else (answer,)
+        given = (answer, cells_of(row)) if takes_row else (answer,)
         return _reason(validate, given)
 
     return Judging(DEFAULT_TRIES if max_tries is None else max_tries, find_reason, name)

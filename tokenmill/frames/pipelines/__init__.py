@@ -1,0 +1,1 @@
+"""Pipelines over tables: several columns, made from columns of the table and of each other."""
