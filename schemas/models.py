@@ -22,7 +22,7 @@ class ModelPin(StoredModel):
         source: folder, GGUF file or hub name of its weights.
         digest: of the weight files, "sha256:…"; with an adapter of its files, too.
         adapter: folder of the adapter that is computed with the weights; None: they are alone.
-        base_digest: of the weight files without the adapter's; None: there is none.
+        base, base_digest: name of the model without the adapter, and digest of its weight files; None: there is none.
         revision: of a hub repository.
         quantization: of the weights at load; "none": as they are stored, "int8" quantizes activations too.
         kv_dtype: of the KV cache; "auto" is the dtype's.
@@ -45,14 +45,19 @@ class ModelPin(StoredModel):
     engine_options: tuple[str, ...] = ()
     sampling_defaults: SamplingDefaults | None = None
     adapter: str | None = None
+    base: str | None = None
     base_digest: str | None = None
 
     def with_adapter(self, name: str, folder: str, digest: str) -> ModelPin:
         """The pin of one of the model's adapters, by its name in requests; `digest`: of its files."""
         both = sha256(f"{self.digest}\0adapter {digest}".encode()).hexdigest()
-        return self.model_copy(
-            update={"name": name, "adapter": folder, "digest": f"sha256:{both}", "base_digest": self.digest}
-        )
+        named = {"name": name, "adapter": folder, "digest": f"sha256:{both}"}
+        return self.model_copy(update=named | {"base": self.name, "base_digest": self.digest})
+
+    @property
+    def loaded_name(self) -> str:
+        """The name of the model that workers load to answer: that of an adapter's model, else its own."""
+        return self.base or self.name
 
     @property
     def base_key(self) -> str:

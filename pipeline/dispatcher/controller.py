@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -413,8 +414,10 @@ class JobController:
     def _fail_if_late(self, ledger: JobLedger, tokens: Mapping[str, int]) -> bool:
         """End a job as failed if the forecast says that it misses its deadline; returns whether it was ended."""
         job = ledger.job()
-        keys = {pin.name: pin.key for pin in job.models}
-        end = self._dispatcher.forecast_end(job, {keys[name]: left for name, left in tokens.items()})
+        keys, by_model = {pin.name: pin.base_key for pin in job.models}, Counter[str]()
+        for name, left in tokens.items():
+            by_model[keys[name]] += left
+        end = self._dispatcher.forecast_end(job, by_model)
         if end is None or job.deadline is None or end <= job.deadline:
             return False
         due, then = (moment.isoformat(timespec="seconds") for moment in (job.deadline, end))

@@ -430,7 +430,8 @@ class Dispatcher:
         shares = self._shares[queue]
         now = self._world.clock.now()
         key = queue.rpartition(".")[0]
-        shedding = self._forecaster.plan_shedding(key, jobs[0][0].job.tier)
+        loaded = jobs[0][0].base_key_of(key)
+        shedding = self._forecaster.plan_shedding(loaded, jobs[0][0].job.tier)
 
         def is_lost(open_job: OpenJob) -> bool:
             return open_job.job.id in shedding.lost
@@ -438,7 +439,7 @@ class Dispatcher:
         def is_at_risk(open_job: OpenJob) -> bool:
             job = open_job.job
             left = None if job.deadline is None or is_lost(open_job) else (job.deadline - now).total_seconds()
-            rate, cumulative = self._forecaster.rate(key), shedding.cumulative_tokens.get(job.id, 0.0)
+            rate, cumulative = self._forecaster.rate(loaded), shedding.cumulative_tokens.get(job.id, 0.0)
             return is_deadline_at_risk(left, open_job.tokens_left[key], cumulative, rate, shares.ahead(job.tenant))
 
         def is_allowed(open_job: OpenJob, number: int) -> bool:

@@ -15,7 +15,7 @@ from pipeline.scaling.tenant_backlog import BYTES_PER_TOKEN
 from schemas.jobs.job import Job, Tier
 
 Tokens = Mapping[str, float]
-"""A job's remaining tokens by model (`ModelPin.key`)."""
+"""A job's remaining tokens by model (`ModelPin.base_key`): the same workers compute a model's adapters."""
 
 
 class EtaForecaster:
@@ -50,11 +50,11 @@ class EtaForecaster:
         return None if seconds is None else now + timedelta(seconds=seconds)
 
     def rate(self, model: str) -> float:
-        """Tokens per second of all workers of a model (`ModelPin.key`), as of the last refresh; 0: not known."""
+        """Tokens per second of all workers of a model (`ModelPin.base_key`), as of the last refresh; 0: not known."""
         return self._rates.get(model, 0.0)
 
     def plan_shedding(self, model: str, tier: Tier) -> SheddingPlan:
-        """Which of a tier's deadlines the workers of a model (`ModelPin.key`) can meet, as of the last refresh."""
+        """Which of a tier's deadlines the workers of a model (`ModelPin.base_key`) can meet, as of the last refresh."""
         return self._shedding_plans.get((model, tier), SheddingPlan())
 
     def _plan_shedding_by_tier(self, now: datetime) -> dict[tuple[str, Tier], SheddingPlan]:
@@ -93,5 +93,8 @@ def _computed_tokens(jobs: Collection[OpenJob], workers: Collection[WorkerState]
 
 def _remaining_tokens(job: OpenJob, done: Mapping[tuple[str, str], float]) -> Tokens:
     if not job.is_planned:  # segments are still to come; the input's size estimates the total
-        return {job.job.models[0].key: max(job.tokens_left.total(), job.job.input.size / BYTES_PER_TOKEN)}
-    return {model: max(0.0, tokens - done.get((job.job.id, model), 0.0)) for model, tokens in job.tokens_left.items()}
+        return {job.job.models[0].base_key: max(job.tokens_left.total(), job.job.input.size / BYTES_PER_TOKEN)}
+    found: defaultdict[str, float] = defaultdict(float)
+    for model, tokens in job.tokens_left.items():
+        found[job.base_key_of(model)] += max(0.0, tokens - done.get((job.job.id, model), 0.0))
+    return found

@@ -126,6 +126,7 @@ class OpenJob:
         self._parts: dict[int, PartEntry] = {}
         self._tally = PartTotals()
         self._keys = {pin.name: pin.key for pin in job.models}
+        self._base_keys = {pin.key: pin.base_key for pin in job.models}
         self._planned_rows = self._planned_shards = 0
         self._next_closing = 0.0
         self._grace_ends = 0.0  # when shards are closed though workers hold them
@@ -164,6 +165,10 @@ class OpenJob:
     def key_of(self, shard: ShardRef) -> str:
         """The key of the shard's model; of a model that the job doesn't pin its name, which no worker serves."""
         return self._keys.get(shard.model, shard.model)
+
+    def base_key_of(self, key: str) -> str:
+        """The key of the model whose workers compute shards with this key: another one for an adapter's."""
+        return self._base_keys.get(key, key)
 
     def read_plan(self) -> list[PlanSegment]:
         """Read the new segments, without applying them. Any thread may call it."""

@@ -122,13 +122,16 @@ class VirtualModelExtension(ResponseModel):
 
 
 class Model(ResponseModel):
-    """OpenAI's model object. `created`: since when this version is served. `max_model_len`: the largest sum of prompt
-    and output tokens; of a virtual model, that of any of its models."""
+    """OpenAI's model object, with vLLM's fields. `created`: since when this version is served. `root`: where its files
+    are, or the name of a virtual model. `parent`: of an adapter, the model that it is of. `max_model_len`: the largest
+    sum of prompt and output tokens; of a virtual model, that of any of its models."""
 
     id: str
     object: Literal["model"] = "model"
     created: UnixTime
     owned_by: Literal["tokenmill"] = "tokenmill"
+    root: str
+    parent: str | None = None
     max_model_len: Count
     tokenmill: ModelExtension | VirtualModelExtension
 

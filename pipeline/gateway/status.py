@@ -67,7 +67,7 @@ class Status:
         tokens: Counter[tuple[str, str]] = Counter()
         jobs: Counter[tuple[str, str]] = Counter()
         for one in summaries:
-            model = one.job.models[0].name if len(one.job.models) == 1 else OTHER
+            model = one.job.computed_by or OTHER
             tokens[model, one.job.tier.value] += one.left
             jobs[one.job.tier.value, one.status.value] += 1
         return tokens, jobs
@@ -100,7 +100,7 @@ def _backlog(open_jobs: list[OpenJobSummary], incomplete: bool) -> BacklogEstima
     jobs: Counter[tuple[str | None, Tier]] = Counter()
     tokens: Counter[tuple[str | None, Tier]] = Counter()
     for one in open_jobs:
-        kind = (one.job.models[0].name if len(one.job.models) == 1 else None, one.job.tier)
+        kind = (one.job.computed_by, one.job.tier)
         jobs[kind] += 1
         tokens[kind] += one.left
     kinds = sorted(jobs, key=lambda kind: (kind[0] or "", kind[1]))

@@ -212,7 +212,7 @@ class Intake:
             entry = self._catalog.find(name)
             if entry is not None:
                 return (entry.pin,), ()
-        entries = self._catalog.entries()
+        entries = sorted(self._catalog.entries(), key=lambda entry: entry.pin.adapter is not None)  # models come first
         pins = {entry.pin.name: entry.pin for entry in entries}
         if name in pins:  # added between the two reads
             return (pins[name],), ()

@@ -221,8 +221,8 @@ def _facts(order: Job | JobOrder) -> Iterator[tuple[str, Any]]:
     for index, pin in enumerate(order.models):
         name = "model" if len(order.models) == 1 else f"models[{index}]"
         facts = pin.model_dump(mode="json")
-        if pin.digest is not None:  # the same weights may lie elsewhere
-            del facts["source"], facts["adapter"]
+        if pin.digest is not None:  # the same weights may have another place or name
+            del facts["source"], facts["adapter"], facts["base"]
         yield from _flat(name, facts)
     yield from _flat("settings", order.settings.model_dump(mode="json", exclude={"rows"}))
     yield "settings.rows", order.settings.rows and str(order.settings.rows)

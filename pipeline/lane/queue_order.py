@@ -1,4 +1,4 @@
-"""The order in which a worker takes from a model's sub-queues on the lane.
+"""The order in which a worker takes from the sub-queues of its models on the lane.
 
 The order decides between the requests of one tenant, and between tenants of which the worker holds equally many
 (`TenantShares`). No order is right at all times. With one tenant, a worker that always took its own requests first
@@ -12,7 +12,9 @@ of another role last, and only when they have waited: then no worker of that rol
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from pipeline.lane.ports import ADDRESSED_TO_ANY, LaneQueue
@@ -30,21 +32,24 @@ OVERDUE_CALLS: Final = 8
 
 
 class QueueOrder:
-    """The queues of one worker and model, in another order for each call.
+    """The queues of one worker, in another order for each call.
 
     Args:
+        models: those that it answers (`ModelPin.key`): of each kind of queue another model's is first in each call.
         steal_after_seconds: how long a request that is addressed to another worker must have waited.
         role: the worker's.  help_after_seconds: how long a request of another role must have waited.
     """
 
     def __init__(
         self,
-        model: str,
+        models: Sequence[str],
         worker: str,
         steal_after_seconds: float,
         role: Role = "both",
         help_after_seconds: float = KVTransferOptions().help_after_seconds,
     ) -> None:
+        self._models = deque(models)
+        model = models[0]  # the queues of the others have the same order
         own = LaneQueue(model, addressed_to(worker))
         if role == "decode":
             general = LaneQueue(model, "", help_after_seconds)
@@ -66,6 +71,13 @@ class QueueOrder:
 
     def next(self) -> Sequence[LaneQueue]:
         """The queues for the next call, the preferred ones first."""
+        self._models.rotate(-1)
+        queues = self._next_of_one()
+        if len(self._models) == 1:
+            return queues
+        return [replace(queue, model=model) for queue in queues for model in self._models]
+
+    def _next_of_one(self) -> Sequence[LaneQueue]:
         self._calls += 1
         order = self._orders[self._calls % len(self._orders)]
         if self._calls % OVERDUE_CALLS:

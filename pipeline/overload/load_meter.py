@@ -43,10 +43,11 @@ class LoadMeter:
         for state in states:
             report = metrics.get(state.name)
             takes = state.takes_lane_requests and not state.draining and state.max_num_seqs
-            if report is None or not takes or len(state.models) != 1:
+            if report is None or not takes:
                 continue
             self._add(state.name, report, now)
-            workers.setdefault(next(iter(state.models)), []).append((state, report))
+            for key in state.models:  # a model and its adapters share its slots
+                workers.setdefault(key, []).append((state, report))
         self._reports = {name: known for name, known in self._reports.items() if name in metrics}
         self._speeds = {key: speed for key, speed in self._speeds.items() if key in workers}
         found = {}

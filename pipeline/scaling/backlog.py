@@ -18,7 +18,7 @@ from pipeline.scaling.open_work import OpenJobsIndex, OpenJobSummary
 
 @dataclass(frozen=True, slots=True)
 class ModelBacklog:
-    """The backlog of one model.
+    """The backlog of one model and its adapters.
 
     Attributes:
         model: its name in requests.
@@ -52,7 +52,7 @@ class Observation:
     """Backlog metrics, and the data that they were computed from.
 
     Attributes:
-        names: `ModelPin.key` -> name of the model.
+        names: `ModelPin.key` -> name of the model; of an adapter, of the model that it is of.
         callers: name of the model -> requests on the lane that no worker has begun to answer.
         answers: name of the model -> answers by latency.
     """
@@ -106,11 +106,11 @@ class BacklogReader:
         """Read backlog, workers and callers. Raises `PipelineError` when the store, the heartbeats or the lane can't be
         read: missing heartbeats don't mean that there are no workers."""
         workers = self._heartbeats.workers()
-        names = {entry.pin.key: entry.pin.name for entry in self._catalog.entries()}
+        names = {entry.pin.key: entry.pin.loaded_name for entry in self._catalog.entries()}
         work = self._work.read()
         tokens: Counter[str] = Counter()
         for one in work.jobs:
-            for name in {pin.name for pin in one.job.models}:
+            for name in {pin.loaded_name for pin in one.job.models}:
                 tokens[name] += one.left
         models = []
         for name in sorted({*names.values(), *tokens}):

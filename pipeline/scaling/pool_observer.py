@@ -98,7 +98,7 @@ def observe(pool: Pool, seen: RootObservation, before: FirstTokens) -> tuple[Poo
     }
     demands = []
     for job, _, left in seen.jobs if pool.role != "prefill" else ():
-        names = {pin.name for pin in job.models} & speeds.keys()
+        names = {pin.loaded_name for pin in job.models} & speeds.keys()
         if names and left > 0:
             demands.append(
                 Demand(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
@@ -73,7 +73,7 @@ class ShardClient:
 
     Args:
         worker: the worker's name, unique among live workers.
-        models: the models that it can serve (`ModelPin.key`).
+        models: the models that it can serve (`ModelPin.key`). Of a tier, each comes first in turn.
         no_more: returns whether no shard will ever come again.
         price_per_hour: the worker's price, for the cost of its work; None: not configured.
         takes_lane_requests: returns whether the worker takes interactive requests now.
@@ -103,6 +103,7 @@ class ShardClient:
         self._heartbeats = heartbeats
         self._no_more = no_more
         self._models = frozenset(models)
+        self._turns = deque(sorted(self._models))
         self._price_per_hour = price_per_hour
         self._bulk_reserve = BulkReserve()
         self._lock = threading.Lock()
@@ -126,7 +127,8 @@ class ShardClient:
         until = clock.monotonic() + timeout
         floor = self._bulk_reserve.due and set(tiers) == set(BY_URGENCY)
         order = tuple(reversed(tiers)) if floor else tiers
-        queues = [queue_name(model, tier) for tier in order for model in sorted(self._models)]
+        self._turns.rotate(-1)
+        queues = [queue_name(model, tier) for tier in order for model in self._turns]
         while (task := self._next_task(queues, max(0.0, until - clock.monotonic()))) is not None:
             if (task.job, task.shard) in self._held:
                 continue

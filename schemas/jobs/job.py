@@ -123,9 +123,19 @@ class Job(StoredModel):
 
     @property
     def only_model(self) -> str | None:
-        """The model of requests that name none; None: there are several. Adapters and virtual ones must be named."""
-        own = [model.name for model in self.models if model.adapter is None]
+        """The model of requests that name none; None: there are several. Adapters beside models, and virtual models,
+        must be named."""
+        names = [model.name for model in self.models]
+        own = [model.name for model in self.models if model.adapter is None] or names
         return own[0] if self.settings.model is None and len(own) == 1 else self.settings.model
+
+    @property
+    def computed_by(self) -> str | None:
+        """The name of its only model; of a model with adapters, of the loaded one. None: there are several."""
+        if len(self.models) == 1:
+            return self.models[0].name
+        loaded = {model.loaded_name for model in self.models}
+        return loaded.pop() if len(loaded) == 1 else None
 
     def model_named(self, name: str) -> ModelPin | None:
         """The pin that requests with this `model` run on."""

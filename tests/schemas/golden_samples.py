@@ -157,6 +157,7 @@ RECORDS: dict[str, StoredModel] = {
         cost=0.5, tokens_left=9, eta=NOON, started_at=NOON, as_of=NOON,
     ),
     "catalog-entry": ENTRY,
+    "catalog-entry-adapter": CatalogEntry(pin=PIN.with_adapter("legal", "/adapters/legal", "cd" * 16), max_model_len=9),
     "answer-files": AnswerFiles(
         files=(AnswerFile(key="jobs/job-1/results/part-00001.parquet", sha256=SHA, at=NOON, origin="job-1"),)
     ),

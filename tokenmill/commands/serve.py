@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenmill.config.cli_options import (
+    Adapters,
     ChatTemplate,
     ContentPolicies,
     Debug,
@@ -27,6 +28,7 @@ from tokenmill.config.cli_options import (
     KvDTypeOption,
     KvOffloadingSize,
     LogForm,
+    MaxLoras,
     MaxNumBatchedTokens,
     MaxNumSeqs,
     MetricsPort,
@@ -87,6 +89,8 @@ def serve(
     quantize: QuantizeOption = "none",
     kv_dtype: KvDTypeOption = "auto",
     speculate: SpeculateOption = None,
+    adapter: Adapters = None,
+    max_loras: MaxLoras = 8,
     generation_config: GenerationConfigOption = None,
     content_policy: ContentPolicies = None,
     device: DeviceOption = "auto",
@@ -151,6 +155,7 @@ def serve(
         pipeline_parallel=pipeline_parallel, micro_batches=micro_batches,
         expert_parallel=expert_parallel, engine=engine,
         engine_option=engine_option, generation_config=generation_config,
+        adapter=adapter, max_loras=max_loras,
     )  # fmt: skip
     chat = chat_options(chat_template, reasoning_parser, thinking_token_budget, score_tokens)
     loads = _loads(model, settings, options, chat)
@@ -195,6 +200,8 @@ def worker(
     quantize: QuantizeOption = "none",
     kv_dtype: KvDTypeOption = "auto",
     speculate: SpeculateOption = None,
+    adapter: Adapters = None,
+    max_loras: MaxLoras = 8,
     generation_config: GenerationConfigOption = None,
     content_policy: ContentPolicies = None,
     device: DeviceOption = "auto",
@@ -247,6 +254,7 @@ def worker(
         pipeline_parallel=pipeline_parallel, micro_batches=micro_batches,
         expert_parallel=expert_parallel, replicas=replicas, engine=engine,
         engine_option=engine_option, generation_config=generation_config, role=role,
+        adapter=adapter, max_loras=max_loras,
     )  # fmt: skip
     chat = chat_options(chat_template, reasoning_parser, thinking_token_budget, score_tokens)
     loads = _loads(model, settings, options, chat)
@@ -255,8 +263,9 @@ def worker(
         from tokenmill.errors import UserError
         from tokenmill.services.candidate_worker import run_candidate
 
-        if len(loads) != 1 or replicas > 1 or role != "both":
-            raise UserError("--candidate takes one --model, no --replicas and no --role; start a worker for each")
+        if len(loads) != 1 or replicas > 1 or role != "both" or adapter:
+            message = "--candidate takes one --model, no --replicas, --role or --adapter; start a worker for each"
+            raise UserError(message)
         run_candidate(root_url, settings, loads[0], switch_after, policies, metrics_port, log_format, price)
         return
     if replicas > 1:
@@ -402,13 +411,18 @@ def gateway(
 def _loads(
     models: list[str], settings: Settings, options: EngineOptions, chat: ChatOptions
 ) -> list[Callable[[], LoadedModel]]:
-    """A loader of each of the models. Raises what `choose_models` raises."""
+    """A loader of each of the models. Raises what `choose_models` and `open_adapters` raise."""
     from tokenmill.config.engine_choice import choose_engines
     from tokenmill.config.engine_options import slo_config
     from tokenmill.config.job_options import choose_models
-    from tokenmill.services.worker import load_any
+    from tokenmill.models.adapters import open_adapters
+    from tokenmill.services.worker import load_any, served_name
+    from workers.model.loaded_model import model_path
 
     options = replace(options, slo=slo_config(settings))
     chosen = choose_engines(choose_models(models, settings.model_cache), options)
+    first = chosen[0]
+    path = model_path(first.source.path)
+    open_adapters(served_name(first), path, first.engine, len(chosen), options.adapters)  # before weights are loaded
     loading = partial(load_any, config=options.config(), chat=chat, vllm_options=options.vllm)
     return [partial(loading, one, generation_config=options.generation_config) for one in chosen]

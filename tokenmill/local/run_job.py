@@ -35,12 +35,12 @@ from tokenmill.config.former import FormerUnusable, open_former
 from tokenmill.config.inputs import open_input
 from tokenmill.config.job_options import ChosenModel, token_counter
 from tokenmill.errors import ModelError
-from tokenmill.local.adapters import adapter_pins
 from tokenmill.local.data_parallel import divide
 from tokenmill.local.embedded import EmbeddedWork, Output, dispatch, open_output
 from tokenmill.local.model_rotation import compute_in_rotation
 from tokenmill.local.run_plan import RunPlan, check_judging, load_model
 from tokenmill.local.tracker import RotationObserver, RunTracker
+from tokenmill.models.adapters import adapter_pins
 from tokenmill.processes.planner_process import PlannerProcess
 from workers.model.generation_config import sampling_defaults
 from workers.model.loaded_model import LoadedModel, check_vllm, dtype_name, engine_of, model_digest, model_path

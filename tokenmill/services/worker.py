@@ -66,7 +66,7 @@ def load_any(
     name, mark, digits = chosen.name.rpartition(BY_DIGEST)
     model = LoadedModel.load(
         path,
-        name=name if mark and name else chosen.name,
+        name=served_name(chosen),
         config=config,
         revision=chosen.source.revision,
         chat=chat,
@@ -77,6 +77,12 @@ def load_any(
     if mark and name and model.digest != f"sha256:{digits}":
         raise ModelError(f"--model {chosen.name}: {path} is {model.digest}; give the model's own digest, or none")
     return model
+
+
+def served_name(chosen: ChosenModel) -> str:
+    """The name under which a model is served: without the digest of NAME@sha256:DIGEST."""
+    name, mark, _ = chosen.name.rpartition(BY_DIGEST)
+    return name if mark and name else chosen.name
 
 
 def run_worker(
@@ -178,7 +184,7 @@ class WorkerService:
         policies: checks of prompts and answers.
 
     Attributes:
-        models: their names, in order of rotation.
+        models: their names, in order of rotation, and those of its adapters.
         readiness: has the durations of loading and warm-up.
         greeting: the process's message after its start.
     """
@@ -206,7 +212,7 @@ class WorkerService:
         pins = [self._publish_unloaded(load, policies) for load in models[1:]]
         self._first: LoadedModel | None = self.readiness.load(models[0])
         pins.insert(0, _publish(root, self._first, policies))
-        self.models = [pin.name for pin in pins]
+        self.models = [pin.name for pin in pins] + list(self._first.adapters)
         self._loads = {pin.key: load for pin, load in zip(pins, models, strict=True)}
         self._client: ShardClient | None = None
         self._lane = backends.lane.worker(self._name)
@@ -263,14 +269,14 @@ class WorkerService:
 
     def _serve(self, model: LoadedModel, stop: threading.Event) -> None:
         """Serve the model until its turn is over or the stop signal."""
-        key, world = model.pin().key, self._root.world
+        keys, world = [pin.key for pin in model.pins], self._root.world
         client = ShardClient(
             self._name, world, self._root.ledger, self._backends.queue, self._backends.heartbeats, lambda: False,
-            models=[key], price_per_hour=self._price,
+            models=keys, price_per_hour=self._price,
             takes_lane_requests=lambda: self._role != "decode" and not stop.is_set(), role=self._role,
         )  # fmt: skip
         self._client = client
-        logger.info("model's turn", model=model.name, key=key)
+        logger.info("model's turn", model=model.name, key=keys[0], adapters=len(model.adapters))
         degradation = DegradationObserver(self._backends.degradation, model.name)
         try:
             with (
@@ -303,10 +309,14 @@ class WorkerService:
 
 
 def _publish(root: Root, model: LoadedModel, policies: Policies) -> ModelPin:
-    """Publish the model in the catalog; its pin."""
-    entry = entry_of(model, policies, root)
-    if not ModelRegistry(root.world.store).publish(entry):
+    """Publish the model and its adapters in the catalog; the model's pin. Where its name selects another version,
+    those of the adapters do, too."""
+    registry, entry = ModelRegistry(root.world.store), entry_of(model, policies, root)
+    is_served = registry.publish(entry)
+    if not is_served:
         logger.info("another version is served under this name", model=entry.pin.name, digest=entry.pin.digest)
+    for name in model.adapters:
+        registry.publish(entry.model_copy(update={"pin": model.pin(name)}), candidate=not is_served)
     return entry.pin
 
 

@@ -76,15 +76,18 @@ class LaneReader:
             self._model.tokenizer, self._model.limits, self._job_rules(request), self._model.grammars
         )
         hints = RowHints(_row_number(request.sampled_as or request.id))
+        adapter = self._model.adapter_names.get(request.model)
         if not isinstance(body, GenerationBody):
-            return PreparedRow(names, body, self._pooled(request, body, translator, hints, guard), guard)
+            pooled = self._pooled(request, body, translator, hints, guard)
+            return PreparedRow(names, body, replace(pooled, adapter=adapter), guard)
         inputs = translator.prompts_of(body)
         if guard is not None:
             for text in inputs:
                 guard.check_prompt(texts_of_prompt(body, text, self._model.tokenizer))
         (prompts,) = encode(self._model.tokenizer, [inputs], chat=request.url == CHAT_URL)
         engine_request = translator.request(engine_request_id(request), body, prompts, hints)
-        engine_request = replace(engine_request, readers_known=False)  # more requests may share this prompt's prefix
+        # More requests may share this prompt's prefix.
+        engine_request = replace(engine_request, readers_known=False, adapter=adapter)
         resumed = _resume(self._model.engine, engine_request, request.tokens)
         return PreparedRow(names, body, resumed, guard, given_tokens=sum(map(len, prompts)))
 

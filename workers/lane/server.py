@@ -162,8 +162,9 @@ class LaneServer:
         self._serving = serving or LaneServing()
         self._max_requests = self._serving.most or model.max_num_seqs + max(2, model.max_num_seqs // 8)
         self._own_queue = addressed_to(lane.name)
+        keys = list(dict.fromkeys(pin.key for pin in model.pins))
         self._queues = QueueOrder(
-            model.pin().key, lane.name, self._serving.steal_after_seconds, handover.role, handover.help_after_seconds
+            keys, lane.name, self._serving.steal_after_seconds, handover.role, handover.help_after_seconds
         )
         self._hold_interval_seconds = (lane_settings or LaneSettings()).worker_timeout_seconds / 3
         self._engine_epoch = clock.now() - timedelta(seconds=self._engine.clock())

@@ -86,6 +86,7 @@ class LoadedModel:
         adapters: those that requests may name instead of the model, by name.
         block_exchange: of the engine's KV blocks with other engines; None: its settings don't enable it.
         grammars: compiles grammars for this model.
+        adapter_names: names of the adapters, by the `ModelPin.key` of each.
     """
 
     name: str
@@ -111,8 +112,10 @@ class LoadedModel:
     block_exchange: BlockExchange | None = None
     adapters: Mapping[str, AdapterFiles] = field(default_factory=dict)
     grammars: Grammars = field(init=False, compare=False, repr=False)
+    adapter_names: Mapping[str, str] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "adapter_names", {self.pin(name).key: name for name in self.adapters})
         grammars = Grammars(self.tokenizer, self.limits.vocab_size, self.limits.end_token_ids)
         object.__setattr__(self, "grammars", grammars)
 
@@ -252,9 +255,10 @@ class LoadedModel:
 
     def pin(self, name: str | None = None) -> ModelPin:
         """The pin of a job that runs on this model; `name`: of the model or of an adapter in its requests."""
-        adapter = self.adapters.get(name or self.name)
+        name = name or self.name
+        adapter = self.adapters.get(name)
         own = ModelPin(
-            name=name or self.name,
+            name=name if adapter is None else self.name,
             source=self.source,
             digest=self.digest,
             revision=self.revision,
@@ -266,7 +270,12 @@ class LoadedModel:
             engine_options=self.engine_options,
             sampling_defaults=self.sampling_defaults,
         )
-        return own if adapter is None else own.with_adapter(own.name, *adapter)
+        return own if adapter is None else own.with_adapter(name, *adapter)
+
+    @property
+    def pins(self) -> tuple[ModelPin, ...]:
+        """The pins of the model alone and of each adapter."""
+        return self.pin(), *(self.pin(name) for name in self.adapters)
 
     def close(self) -> None:
         """Release the engine's memory and processes."""
@@ -274,7 +283,7 @@ class LoadedModel:
 
     def mismatch(self, pin: ModelPin) -> str | None:
         """How this model differs from the pinned one, or None when it is the same."""
-        own = self.pin(pin.name)
+        own = self.pin(self.adapter_names.get(pin.key, pin.name))  # a version of an adapter has another name there
         if pin.digest is not None and own.digest is not None and pin.digest != own.digest:
             what = "weights" if pin.adapter is None else "weights and adapter"
             return f"{what} {pin.digest[:19]}…, but {own.digest[:19]}… are loaded from {self.source}"

@@ -245,6 +245,7 @@ class ShardReader:
             return None
         tried = _body_of_try(line.parsed, line.tries)
         request_id = f"{work.job.id}/{work.shard}/{line.names[0].row}"
+        pin = work.job.model_named(line.model)
         logged = work.history.running.get(line.names[0].row)
         given_tokens = None
         try:
@@ -255,8 +256,8 @@ class ShardReader:
                 assert len(prompts) == len(line.prompts), "prompts are encoded before"
                 request = translator.request(request_id, tried, prompts, line.hints)
                 given_tokens = sum(map(len, prompts))
-            if line.model in self.model.adapters:
-                request = replace(request, adapter=line.model)
+            if pin is not None and pin.adapter is not None:
+                request = replace(request, adapter=self.model.adapter_names[pin.key])
             request = request if logged is None else resume(self.model.engine, request, logged)
         except RowError as error:
             line.error = translate_error(line.url, error)

@@ -46,6 +46,7 @@ class ServedModels:
         return Model(
             id=virtual.name,
             created=unix_time(virtual.published_at) or 0,
+            root=virtual.name,
             max_model_len=min(entry.max_model_len for entry in entries),
             tokenmill=VirtualModelExtension(models=list(virtual.models)),
         )
@@ -56,6 +57,8 @@ def _response(entry: CatalogEntry) -> Model:
     return Model(
         id=pin.name,
         created=unix_time(entry.published_at) or 0,
+        root=pin.adapter or pin.source,
+        parent=pin.base,
         max_model_len=entry.max_model_len,
         tokenmill=ModelExtension(
             digest=pin.digest,

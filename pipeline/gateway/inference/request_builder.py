@@ -222,7 +222,7 @@ class InferenceRequestBuilder:
         default_max_tokens = answer_limit(defaults, self._settings.default_max_tokens)
         if isinstance(checked, GenerationBody):
             self._check_tokens(caller, tier, url, checked, dumped, default_max_tokens)
-            degraded += self._cap_tokens(entry.pin.name, checked, dumped, default_max_tokens)
+            degraded += self._cap_tokens(entry.pin.loaded_name, checked, dumped, default_max_tokens)
         if stream and not isinstance(checked, GenerationBody):
             raise bad_request(f"there is no stream of {url}; remove stream", "stream")
         if stream and isinstance(checked, CompletionBody) and checked.echo:

@@ -346,7 +346,7 @@ class LaneContract:
         for tenant in "abcdefgh":
             for number in range(60):
                 lane.send(request(f"{tenant}{number}", tenant=tenant, queue=queue if tenant == "a" else ""))
-        order, held, served = QueueOrder(MODEL, "w1", STEAL_AFTER_SECONDS), deque[LaneRequest](), Counter[str]()
+        order, held, served = QueueOrder([MODEL], "w1", STEAL_AFTER_SECONDS), deque[LaneRequest](), Counter[str]()
         for _ in range(300):
             shares = TenantShares(Counter(one.tenant for one in held), 14)
             taken = worker.take(order.next(), 16 - len(held), 0, shares)

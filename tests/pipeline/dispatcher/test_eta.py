@@ -97,6 +97,20 @@ def test_a_job_that_is_being_closed_has_no_forecast_and_delays_no_other(tmp_path
     assert forecast_seconds(dispatcher, world, *ledgers) == [None, 10 * ROW]
 
 
+def test_a_job_of_an_adapter_waits_for_those_of_its_model_and_other_adapters(tmp_path: Path) -> None:
+    world = simulated_world(tmp_path)
+    beats = MemoryHeartbeats(world.clock, LIFETIME)
+    dispatcher = Dispatcher(world, ChaoticQueue(), beats, settings=AT_ONCE)
+    pins = PIN, PIN.with_adapter(PIN.name, "a", "a"), PIN.with_adapter(PIN.name, "b", "b")
+    ledgers = [JobLedger(world.store, f"jobs/{number}/") for number in range(3)]
+    for ledger, pin in zip(ledgers, pins, strict=True):
+        plan_by_hand(ledger, world, [list(range(10))], models=(pin,))
+        dispatcher.add(ledger)
+        world.clock.sleep(1.0)
+    beats.send_heartbeat(WorkerState("w", frozenset(pin.key for pin in pins), tokens_per_second=1.0))
+    assert forecast_seconds(dispatcher, world, *ledgers) == [10 * ROW, 20 * ROW, 30 * ROW]
+
+
 def test_a_forecast_that_holds_is_not_written_again_and_again(harness: PipelineHarness) -> None:
     plan_by_hand(harness.ledger, harness.world, [list(range(100))])
     harness.dispatcher.add(harness.ledger)

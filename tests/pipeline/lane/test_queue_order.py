@@ -28,7 +28,7 @@ def take(lane: MemoryLane, order: QueueOrder, calls: int) -> list[str]:
 
 def test_given_a_busy_worker_then_no_queue_starves() -> None:
     clock = SimulatedClock()
-    lane, order = MemoryLane(clock), QueueOrder("m", "w", STEAL_AFTER)
+    lane, order = MemoryLane(clock), QueueOrder(["m"], "w", STEAL_AFTER)
     for queue in ("", "@dead", "@w"):
         send(lane, queue, 100)
     assert set(take(lane, order, 40)) == {"w", "general"}, "the others' are for others"
@@ -39,10 +39,25 @@ def test_given_a_busy_worker_then_no_queue_starves() -> None:
     assert counts["dead"] >= 5
 
 
+def test_given_a_busy_worker_of_several_models_then_none_starves_and_its_own_requests_come_before_those_of_others() -> (
+    None
+):
+    clock = SimulatedClock()
+    lane, order = MemoryLane(clock), QueueOrder(["m", "n", "o"], "w", STEAL_AFTER)
+    for number in range(30):
+        for model in ("m", "n", "o"):
+            lane.send(LaneRequest(f"{model}-{number}", model, {}))
+            lane.send(LaneRequest(f"stolen-{model}-{number}", model, {}, queue="@other"))
+    clock.sleep(STEAL_AFTER)
+    counts = Counter(take(lane, order, 30))
+    assert min(counts[model] for model in "mno") >= 8
+    assert not counts["stolen"]
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_given_a_busy_worker_with_a_role_then_no_queue_starves(role: Role) -> None:
     clock = SimulatedClock()
-    lane, order = MemoryLane(clock), QueueOrder("m", "w", STEAL_AFTER, role, help_after_seconds=1.0)
+    lane, order = MemoryLane(clock), QueueOrder(["m"], "w", STEAL_AFTER, role, help_after_seconds=1.0)
     for queue in ("", "decode", "@dead"):
         send(lane, queue, 100)
     own = {"prefill": "general", "decode": "decode"}[role]
@@ -55,7 +70,7 @@ def test_given_a_busy_worker_with_a_role_then_no_queue_starves(role: Role) -> No
 
 def test_given_nothing_of_its_own_then_a_worker_takes_what_has_waited_for_another() -> None:
     clock = SimulatedClock()
-    lane, order = MemoryLane(clock), QueueOrder("m", "w", STEAL_AFTER)
+    lane, order = MemoryLane(clock), QueueOrder(["m"], "w", STEAL_AFTER)
     send(lane, "@other", 3)
     assert take(lane, order, 16) == []
     clock.sleep(STEAL_AFTER)

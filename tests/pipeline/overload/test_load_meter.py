@@ -42,11 +42,17 @@ def test_workers_are_added_up() -> None:
     "changes",
     [
         {"takes_lane_requests": False}, {"draining": True}, {"max_num_seqs": None}, {"max_num_seqs": 0},
-        {"models": frozenset({"a", "b"})}, {"models": frozenset()},
+        {"models": frozenset()},
     ],
 )  # fmt: skip
 def test_others_dont_count(changes: dict[str, Any]) -> None:
     assert LoadMeter().read([state(**changes)], {"w": report(1, 10)}, 0.0) == {}
+
+
+def test_a_model_and_its_adapter_have_the_load_of_their_worker() -> None:
+    found = LoadMeter().read([state(models=frozenset({KEY, "adapter"}))], {"w": report(1, 10)}, 0.0)
+    assert found.keys() == {KEY, "adapter"}
+    assert found[KEY] == found["adapter"]
 
 
 def test_without_an_ended_answer_there_is_no_load() -> None:

@@ -113,6 +113,20 @@ def test_given_a_job_of_two_models_then_it_waits_for_both(harness: ScalingHarnes
     assert (harness.of("m").tokens, harness.of("other").tokens) == (tokens, tokens)
 
 
+def test_given_a_job_of_adapters_then_it_waits_for_the_workers_of_their_model(harness: ScalingHarness) -> None:
+    adapters = [MODEL.with_adapter(name, name, name * 32) for name in ("a", "b")]
+    for pin in adapters:
+        Catalog(harness.store).publish(CatalogEntry(pin=pin, max_model_len=512))
+    both = frozenset({MODEL.key, adapters[0].key})
+    harness.heartbeats.send_heartbeat(WorkerState("w", both, tokens_per_second=50.0))
+    job = harness.submit("job", "a", "b", "m")
+    assert {found.model for found in harness.reader.read().models} == {"m", "other"}
+    assert harness.of("m") == ModelBacklog("m", job.input.size // 4, 1, 50.0)
+    assert job.models[0] == MODEL
+    assert job.only_model is None
+    assert harness.submit("alone", "a").only_model == "a"
+
+
 def test_given_a_job_without_a_dispatcher_then_it_is_open_and_validating(harness: ScalingHarness) -> None:
     job = harness.submit("one", "m")
     assert OpenJobsIndex(harness.store).read().jobs == [OpenJobSummary(job, JobStatus.VALIDATING, job.input.size // 4)]

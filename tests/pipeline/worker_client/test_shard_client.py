@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,15 +16,15 @@ from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.ledger.ledger import CLOSING, JobLedger, part_key, work_key
 from pipeline.ledger.records import AttemptRecord, ShardReport
-from pipeline.ports import ShardTask, StoreError, WorkerState, World
+from pipeline.ports import ShardTask, StoreError, WorkerState, World, queue_name
 from pipeline.results.part_files import RowsMismatch, read_part
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.worker_client import shard_client
 from pipeline.worker_client.ports import RevokedShards, ShardWork, WorkerLoad
 from pipeline.worker_client.shard_client import PASS_OVER_SECONDS, ShardClient
 from schemas.jobs.checkpoints import FinishedRows
-from schemas.jobs.job import Closing
-from tests.pipeline.made_jobs import MODELS, QUEUE, all_rows, computed, held, plan_by_hand, report
+from schemas.jobs.job import Closing, Tier
+from tests.pipeline.made_jobs import MODELS, PIN, QUEUE, all_rows, computed, held, plan_by_hand, report
 from tests.pipeline.simulation import simulated_world
 
 
@@ -66,6 +67,22 @@ def test_a_shard_comes_with_all_that_is_needed_and_is_held(harness: ClientsHarne
     assert work.table["row"].to_pylist() == [4, 1, 2], "the planner's order"
     assert held(harness.beats) == {(harness.job, 1)}
     assert harness.ledger.attempts(1) == [], "nothing of it has been in an engine yet"
+
+
+def test_a_worker_of_several_models_takes_shards_of_each_in_turn(tmp_path: Path) -> None:
+    world, queue = simulated_world(tmp_path), MemoryQueue()
+    pins = {name: PIN.with_adapter(PIN.name, name, name) for name in "abc"}
+    ledgers = {name: JobLedger(world.store, f"jobs/{name}/") for name in pins}
+    for name, pin in pins.items():
+        plan_by_hand(ledgers[name], world, [[row] for row in range(9)], models=(pin,))
+        for number in range(1, 10):
+            queue.put(queue_name(pin.key, Tier.STANDARD), ShardTask(name, number))
+    client = ShardClient(
+        "w", world, ledgers.__getitem__, queue, MemoryHeartbeats(world.clock, 10.0), lambda: False,
+        models=[pin.key for pin in pins.values()],
+    )  # fmt: skip
+    taken = [work.job.id for _ in range(9) if (work := client.take(0)) is not None]
+    assert Counter(taken) == {"a": 3, "b": 3, "c": 3}
 
 
 def test_an_attempt_is_recorded_when_it_begins(harness: ClientsHarness) -> None:

@@ -182,9 +182,9 @@ def retry(
     from tokenmill.config.engine_options import engine_options  # needs torch, which isn't there where no model runs
     from tokenmill.config.job_options import chat_options
     from tokenmill.jobs.ledger_backend import retry_notes
-    from tokenmill.local.adapters import adapters_of
     from tokenmill.local.execute import execute
     from tokenmill.local.pricing import check_limit, price_of_worker
+    from tokenmill.models.adapters import adapters_of
 
     settings = read_settings()
     statuses = RETRIED if only is None else frozenset(RowStatus(status) for status in only)
