@@ -150,10 +150,13 @@ class LoraConfig:
     Attributes:
         adapters: (name, folder) of all that requests may name: adapter_config.json and adapter_model.safetensors.
         max_loras: maximum adapters that are loaded at a time, and rows of a step may have; others wait.
+        cache_bytes: maximum bytes of host memory for adapters that were read and have no place now; they get their next
+            one without being read again.
     """
 
     adapters: tuple[tuple[str, str], ...] = ()
     max_loras: int = 8
+    cache_bytes: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from engine.adapters.loader import load_adapters
-from engine.adapters.places import AdapterPlaces
+from engine.adapters.loader import AdapterLoader, load_adapters
 from engine.attention import (
     AttentionBackend,
     KVLayout,
@@ -45,7 +44,7 @@ from engine.runner.block_transfer import BlockTransfer
 from engine.runner.collect import CompletionCollector
 from engine.runner.device_memory import cache_budget, choose_for_device, make_memory_release, measure
 from engine.runner.graphs import make_graphs, may_capture
-from engine.runner.memory import plan_cache
+from engine.runner.memory import available_bytes, plan_cache
 from engine.runner.null_runner import NullRunner
 from engine.runner.runner import AheadRunner, ModelRunner, StateReader, StepRunner
 from engine.runner.second_tier import SecondTier, block_identity, check_second_tier, open_second_tier
@@ -89,6 +88,7 @@ class EngineStats:
         steps_out_of_memory: steps that ran out of device memory; their sequences were computed again.
         tier, host_tier, imported: of the second tiers of the prefix cache on a disk, in host memory, and of blocks that
             were imported from other engines; None: there is none.
+        adapter_loads: adapters read from their files, repeated ones included.
     """
 
     computed: int
@@ -114,6 +114,7 @@ class EngineStats:
     tier: TierStats | None = None
     host_tier: TierStats | None = None
     imported: TierStats | None = None
+    adapter_loads: int = 0
 
     @property
     def step_seconds(self) -> float:
@@ -193,11 +194,13 @@ def plan_groups(
     drafts: ModelSpec | None,
     *,
     native: bool,
+    reserved_bytes: int = 0,
 ) -> tuple[EngineConfig, tuple[CacheGroup, ...]]:
     """Return the groups of the cache, and the settings with the size of a step that fits beside it.
 
     Args:
         limit: maximum tokens of a sequence.  drafts: of the model that drafts.  native: by the CPU's kernels.
+        reserved_bytes: of host memory that something else will take.
 
     Raises:
         OutOfMemory: the cache does not fit.
@@ -208,6 +211,9 @@ def plan_groups(
         if device.type == "cuda" and cache.memory_bytes is None and cache.num_blocks is None:
             use = measure(model, config.schedule, device)
             cache = replace(cache, memory_bytes=cache_budget(use, cache.gpu_memory_utilization))
+        elif reserved_bytes and cache.memory_bytes is None and cache.num_blocks is None:
+            free = max(0, available_bytes(device) - reserved_bytes)
+            cache = replace(cache, memory_bytes=int(free * cache.memory_fraction))
         return plan_cache(model.spec, cache, config.schedule, limit, device, kv_dtype, drafts, native=native)
 
     if device.type != "cuda":
@@ -252,13 +258,13 @@ class Engine:
         routed: RoutedModel | None = None,
         second_tier: SecondTier | None = None,
         identity: str | None = None,
-        places: AdapterPlaces | None = None,
+        adapters: AdapterLoader | None = None,
     ) -> None:
         """`attention_name`: of the backend in use, with the instruction set of native kernels. `make_proposer`: creates
         the proposer, where the settings enable one other than n-grams. `weight_bytes`: of the weights, by their form,
         where the model reports them. `device`: that computes the steps; None: the CPU. `routed`: the model, where it
         may count the rows of its experts. `second_tier`: of the prefix cache. `identity`: of its blocks, where other
-        engines may use them (`engine.runner.second_tier.block_identity`). `places`: of adapters."""
+        engines may use them (`engine.runner.second_tier.block_identity`). `adapters`: of the model."""
         self.config = config
         self.spec = spec
         self.max_model_len = max_model_len
@@ -266,6 +272,8 @@ class Engine:
         self.attention_name = attention_name
         self.weight_bytes = dict(weight_bytes or {})
         self._routed = routed
+        self._adapters = adapters
+        places = None if adapters is None else adapters.make_places()
         self.scheduler = Scheduler(
             config.schedule,
             groups,
@@ -359,7 +367,10 @@ class Engine:
         config = replace(config, cache=replace(config.cache, block_size=chosen.block_size))
 
         drafts = None if drafter is None else drafter.spec
-        config, groups = plan_groups(config, model, limit, device, kv_dtype, drafts, native=native is not None)
+        reserved = 0 if adapters is None else adapters.reserved_bytes
+        config, groups = plan_groups(
+            config, model, limit, device, kv_dtype, drafts, native=native is not None, reserved_bytes=reserved
+        )
         kv_kind = ElementKind.I8 if kv_dtype == "int8" else None
 
         def attend(layout: KVLayout) -> AttentionBackend:
@@ -409,7 +420,7 @@ class Engine:
             attention_name=name, make_proposer=make_proposer,
             weight_bytes=model.weight_bytes() if isinstance(model, WeighedModel) else None, device=device,
             routed=model if isinstance(model, RoutedModel) else None, second_tier=second_tier,
-            identity=identity, places=None if adapters is None else adapters.make_places(),
+            identity=identity, adapters=adapters,
         )  # fmt: skip
 
     @classmethod
@@ -615,6 +626,7 @@ class Engine:
             tier=None if tiers is None or tiers.disk is None else tiers.disk.stats(),
             host_tier=None if tiers is None or tiers.host is None else tiers.host.stats(),
             imported=None if tiers is None or tiers.imported is None else tiers.imported.stats(),
+            adapter_loads=0 if self._adapters is None else self._adapters.loads.total(),
         )
 
     def expert_load(self) -> ExpertLoad | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.adapters.adapter import Adapter
+from engine.adapters.adapter import Adapter, LowRank
 from engine.adapters.targets import Product
 from engine.models.decoder import HeadAttention, Layer
 from engine.models.experts import Mlp
@@ -49,7 +49,7 @@ class AdaptedLinear:
     """A `Linear`, and the low-rank products of the adapters in slots.
 
     Attributes:
-        slots: per slot A [rank, in_features] and B [out_features, rank]; None: nothing is added.
+        slots: per slot what is added; None: nothing.
     """
 
     __slots__ = ("_base", "_step", "in_features", "out_features", "slots")
@@ -58,14 +58,30 @@ class AdaptedLinear:
         self._base = base
         self._step = step
         self.in_features, self.out_features = base.in_features, base.out_features
-        self.slots: list[tuple[Tensor, Tensor] | None] = [None] * max_loras
+        self.slots: list[LowRank | None] = [None] * max_loras
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self._base(x)
         for slot, first, end in self._step.runs:
-            if (pair := self.slots[slot]) is not None:
-                y[first:end] += F.linear(F.linear(x[first:end], pair[0]), pair[1])
+            if (change := self.slots[slot]) is not None:
+                y[first:end] += F.linear(F.linear(x[first:end], change.a), change.b)
         return y
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchAdapter:
+    """An adapter that slots can take.
+
+    Attributes:
+        changes: (layer, product) -> what it adds, in host memory.
+    """
+
+    changes: Mapping[tuple[int, Product], LowRank]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its matrices."""
+        return sum(matrix.nbytes for change in self.changes.values() for matrix in change)
 
 
 class AdaptedLayers:
@@ -83,12 +99,16 @@ class AdaptedLayers:
         self._linears: dict[tuple[int, Product], AdaptedLinear] = {}
         self.layers = tuple(self._adapted(index, layer) for index, layer in enumerate(layers))
 
-    def load(self, slot: int, adapter: Adapter | None) -> None:
+    def pack(self, adapter: Adapter) -> TorchAdapter:
+        """Read an adapter into host memory, in the layers' dtype."""
+        changes = {at: change for at in self._linears if (change := adapter.read(*at)) is not None}
+        return TorchAdapter({at: LowRank(*(one.to(self._dtype) for one in low)) for at, low in changes.items()})
+
+    def place(self, slot: int, adapter: TorchAdapter | None) -> None:
         """Put an adapter into a slot; None: empty it."""
-        for (layer, product), linear in self._linears.items():
-            linear.slots[slot] = None
-            if adapter is not None and (change := adapter.read(layer, product)) is not None:
-                linear.slots[slot] = change.a.to(self._device, self._dtype), change.b.to(self._device, self._dtype)
+        for at, linear in self._linears.items():
+            change = None if adapter is None else adapter.changes.get(at)
+            linear.slots[slot] = None if change is None else LowRank(*(one.to(self._device) for one in change))
 
     def _adapted(self, index: int, layer: Layer) -> Layer:
         assert isinstance(layer.attention, HeadAttention), "`find_targets` refuses other layers"

@@ -1,7 +1,11 @@
-"""The adapters that requests may name, and which of them the model has in its places."""
+"""The adapters that requests may name, and which of them the model has in its places.
+
+Those that lose their place stay in memory, the most recently used ones, so that the next time they aren't read again.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +14,7 @@ from engine.adapters.places import AdapterPlaces
 from engine.config import LoraConfig
 from engine.errors import EngineError, UnsupportedModel
 from engine.logs import get_logger
-from engine.models.base import AdaptedModel, CausalModel
+from engine.models.base import AdaptedModel, CausalModel, PackedAdapter
 
 logger = get_logger(__name__)
 
@@ -21,16 +25,28 @@ class AdapterLoader:
     Args:
         model: with places.
         adapters: all, by name.
+        cache_bytes: as `LoraConfig.cache_bytes`.
+
+    Attributes:
+        loads: how often each adapter was read from its files.
+        reserved_bytes: of host memory that adapters without a place may come to take.
     """
 
-    def __init__(self, model: AdaptedModel, adapters: Mapping[str, Adapter], max_loras: int) -> None:
+    def __init__(self, model: AdaptedModel, adapters: Mapping[str, Adapter], max_loras: int, cache_bytes: int) -> None:
+        self.loads = Counter[str]()
         self._model = model
         self._adapters = dict(adapters)
         self._loaded: list[str | None] = [None] * max_loras
+        self._cache_bytes = cache_bytes
+        self._packed: OrderedDict[str, PackedAdapter] = OrderedDict()  # with and without a place; the oldest first
         model.add_places(max_loras, max(adapter.max_rank for adapter in adapters.values()))
         # The largest ones show how much memory places take, before the KV cache gets the rest.
         largest = sorted(adapters.values(), key=lambda adapter: -adapter.num_elements)
         self.load([adapter.name for adapter in largest[:max_loras]])
+        placed = sum(adapter.num_elements for adapter in largest[:max_loras])
+        element_bytes = sum(packed.nbytes for packed in self._packed.values()) / max(1, placed)
+        others = sum(adapter.num_elements for adapter in largest[max_loras:])
+        self.reserved_bytes = min(cache_bytes, int(others * element_bytes))
 
     def make_places(self) -> AdapterPlaces:
         """Return the scheduler's view of the places."""
@@ -38,12 +54,30 @@ class AdapterLoader:
         return AdapterPlaces(digests, len(self._loaded))
 
     def load(self, names: Sequence[str | None]) -> None:
-        """Load what a step's plan has in each place and the model has not; a place without a name stays as it is."""
+        """Put what a step's plan has in each place there; a place without a name stays as it is."""
         for place, name in enumerate(names):
             if name is not None and name != self._loaded[place]:
                 self._loaded[place] = None  # while it is neither the old nor the new one
-                self._model.load_adapter(place, self._adapters[name])
+                self._model.place_adapter(place, self._take(name))
                 self._loaded[place] = name
+                self._evict()
+
+    def _take(self, name: str) -> PackedAdapter:
+        packed = self._packed.pop(name, None)
+        if packed is None:
+            packed = self._model.pack_adapter(self._adapters[name])
+            self.loads[name] += 1
+        self._packed[name] = packed
+        return packed
+
+    def _evict(self) -> None:
+        """Free adapters without a place until the others take no more than `cache_bytes`."""
+        idle = [name for name in self._packed if name not in self._loaded]
+        excess = sum(self._packed[name].nbytes for name in idle) - self._cache_bytes
+        for name in idle:
+            if excess <= 0:
+                break
+            excess -= self._packed.pop(name).nbytes
 
 
 def load_adapters(config: LoraConfig, model: CausalModel) -> AdapterLoader | None:
@@ -69,4 +103,4 @@ def load_adapters(config: LoraConfig, model: CausalModel) -> AdapterLoader | Non
         adapters[name] = open_adapter(name, Path(folder), model.decoder_spec)
     places = min(config.max_loras, len(adapters))
     logger.info("adapters are ready", adapters=len(adapters), places=places)
-    return AdapterLoader(model, adapters, places)
+    return AdapterLoader(model, adapters, places, config.cache_bytes)

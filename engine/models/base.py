@@ -232,6 +232,15 @@ class RoutedModel(Protocol):
         ...
 
 
+class PackedAdapter(Protocol):
+    """An adapter in the form that a model's places take."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory of all its matrices."""
+        ...
+
+
 @runtime_checkable
 class AdaptedModel(Protocol):
     """A model that can add the low-rank products of adapters to its own, for some tokens or all."""
@@ -245,8 +254,12 @@ class AdaptedModel(Protocol):
         """Make places for adapters; called once. `max_rank`: the largest `Adapter.max_rank`."""
         ...
 
-    def load_adapter(self, place: int, adapter: Adapter | None) -> None:
-        """Put an adapter into a place; None: empty it."""
+    def pack_adapter(self, adapter: Adapter) -> PackedAdapter:
+        """Read an adapter. Raises `CorruptWeights` if its file can't be read any more."""
+        ...
+
+    def place_adapter(self, place: int, adapter: PackedAdapter | None) -> None:
+        """Put an adapter into a place, as `pack_adapter` returned it; None: empty it."""
         ...
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.device_transfer import make_transfer
-from engine.models.base import Attend, KVShape, ModelSpec
+from engine.models.base import Attend, KVShape, ModelSpec, PackedAdapter
 from engine.models.experts import ExpertRows, Experts, ExpertSpec, JoinedExperts, Mlp, WholeMixture, weighted_sum
 from engine.models.latent import LatentAttention, LatentSpec
 from engine.models.layer_inputs import LayerInput, LayerInputs, LayerInputSpec, look_up
@@ -32,7 +32,7 @@ from engine.quant.weight import QWeight
 
 if TYPE_CHECKING:
     from engine.adapters.adapter import Adapter
-    from engine.adapters.linear import AdaptedLayers
+    from engine.adapters.linear import AdaptedLayers, TorchAdapter
 
 StateLayer = DeltaNet | Mamba | ShortConv
 """A layer's part that has a state instead of attention."""
@@ -427,10 +427,18 @@ class FusedDecoder:
         self._adapted = AdaptedLayers(self._layers, max_loras, self._spec.dtype, self._norm.device)
         self._layers = self._adapted.layers
 
-    def load_adapter(self, place: int, adapter: Adapter | None) -> None:
-        """See `AdaptedModel.load_adapter`."""
+    def pack_adapter(self, adapter: Adapter) -> TorchAdapter:
+        """See `AdaptedModel.pack_adapter`."""
         assert self._adapted is not None, "`add_places` comes first"
-        self._adapted.load(place, adapter)
+        return self._adapted.pack(adapter)
+
+    def place_adapter(self, place: int, adapter: PackedAdapter | None) -> None:
+        """See `AdaptedModel.place_adapter`."""
+        from engine.adapters.linear import TorchAdapter  # noqa: PLC0415 - it imports the layers from here
+
+        assert self._adapted is not None, "`add_places` comes first"
+        assert adapter is None or isinstance(adapter, TorchAdapter)
+        self._adapted.place(place, adapter)
 
     @property
     def spec(self) -> ModelSpec:

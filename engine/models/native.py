@@ -22,7 +22,7 @@ from engine.attention.native import NativeAttention
 from engine.config import Quantize
 from engine.errors import EngineError
 from engine.expert_load import ExpertLoad
-from engine.models.base import Attend, CausalModel, ModelSpec
+from engine.models.base import Attend, CausalModel, ModelSpec, PackedAdapter
 from engine.models.decoder import DecoderSpec, FusedDecoder, HeadAttention, Layer
 from engine.models.decoder_builder import Use
 from engine.models.experts import ExpertLinear, Experts, LinearPerExpert, Mlp
@@ -30,7 +30,7 @@ from engine.models.native_experts import NativeExperts
 from engine.models.native_parts import with_native_heads, with_native_mlps
 from engine.models.rope import RotaryTable
 from engine.models.state_layers.native_recurrence import with_native_recurrences
-from engine.native.adapters import NativeAdapters
+from engine.native.adapters import NativeAdapter, NativeAdapters
 from engine.native.library import NativeLibrary
 from engine.native.linear import NativeLinear
 from engine.native.packing import pack_quantized, runs_small
@@ -89,10 +89,16 @@ class NativeDecoder:
         )  # fmt: skip
         self._bound = None
 
-    def load_adapter(self, place: int, adapter: Adapter | None) -> None:
-        """See `AdaptedModel.load_adapter`."""
+    def pack_adapter(self, adapter: Adapter) -> NativeAdapter:
+        """See `AdaptedModel.pack_adapter`."""
         assert self._adapters is not None, "`add_places` comes first"
-        self._adapters.load(place, adapter)
+        return self._adapters.pack(adapter)
+
+    def place_adapter(self, place: int, adapter: PackedAdapter | None) -> None:
+        """See `AdaptedModel.place_adapter`."""
+        assert self._adapters is not None, "`add_places` comes first"
+        assert adapter is None or isinstance(adapter, NativeAdapter)
+        self._adapters.place(place, adapter)
 
     @property
     def spec(self) -> ModelSpec:

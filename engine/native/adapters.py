@@ -1,9 +1,10 @@
-"""Adapters in the kernels' form: for each place and product A as a packed weight, and B in panels of columns."""
+"""Adapters in the kernels' form: for each layer and product A as a packed weight, and B in panels of columns."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,8 +12,26 @@ from torch import Tensor
 from engine.adapters.adapter import Adapter, LowRank
 from engine.adapters.targets import PRODUCTS
 from engine.native.library import NativeLibrary
-from engine.native.packing import PackedWeight, pack_dense, panel_rows
+from engine.native.packing import pack_dense, panel_rows
 from engine.native.structs import KIND_OF, LowRankStruct
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeAdapter:
+    """An adapter that places can take.
+
+    Attributes:
+        structs: (layer, number of the product) -> what it adds; they point into `tensors`.
+        tensors: all that is stored.
+    """
+
+    structs: Mapping[tuple[int, int], LowRankStruct]
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its matrices."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 class NativeAdapters:
@@ -31,46 +50,44 @@ class NativeAdapters:
         self._dtype = dtype
         self._has_gates = has_gates
         self._structs = [(LowRankStruct * (max_loras * len(PRODUCTS)))() for _ in range(num_layers)]
-        self._stored: list[list[tuple[PackedWeight, Tensor, Tensor]]] = [[] for _ in range(max_loras)]
+        self._placed: list[NativeAdapter | None] = [None] * max_loras
 
     def layer(self, index: int) -> int:
         """Return the address of a layer's structs."""
         return ctypes.addressof(self._structs[index])
 
-    def load(self, place: int, adapter: Adapter | None) -> None:
-        """Put an adapter into a place; None: empty it."""
-        self._clear(place)
-        if adapter is None:
-            return
-        for layer, structs in enumerate(self._structs):
+    def pack(self, adapter: Adapter) -> NativeAdapter:
+        """Read an adapter in the kernels' form."""
+        structs: dict[tuple[int, int], LowRankStruct] = {}
+        tensors: list[Tensor] = []
+        for layer in range(len(self._structs)):
             for number, product in enumerate(PRODUCTS):
                 if (change := adapter.read(layer, product)) is not None:
                     gated = product == "gate_up" and self._has_gates
-                    self._fill(structs[place * len(PRODUCTS) + number], place, change, gated=gated)
+                    struct, stored = self._pack(change, gated=gated)
+                    structs[layer, number] = struct
+                    tensors += stored
+        return NativeAdapter(structs, tuple(tensors))
 
-    def _clear(self, place: int) -> None:
-        for structs in self._structs:
+    def place(self, place: int, adapter: NativeAdapter | None) -> None:
+        """Put an adapter into a place; None: empty it."""
+        for layer, structs in enumerate(self._structs):
             for number in range(len(PRODUCTS)):
-                structs[place * len(PRODUCTS) + number] = LowRankStruct()
-        self._stored[place].clear()
+                found = None if adapter is None else adapter.structs.get((layer, number))
+                structs[place * len(PRODUCTS) + number] = found or LowRankStruct()
+        self._placed[place] = adapter
 
-    def _fill(self, struct: Any, place: int, change: LowRank, *, gated: bool) -> None:
+    def _pack(self, change: LowRank, *, gated: bool) -> tuple[LowRankStruct, tuple[Tensor, ...]]:
         a = pack_dense(self._library, KIND_OF[self._dtype], change.a.to(self._dtype), None, is_lasting=False)
-        b, columns = self._panels(change.b, gated=gated)
-        struct.a, struct.b, struct.columns = a.struct, b.data_ptr(), columns.data_ptr()
-        self._stored[place].append((a, b, columns))
+        b, ranks = self._panels(change.b, gated=gated)
+        struct = LowRankStruct(a.struct, b.data_ptr(), ranks.data_ptr())
+        return struct, (*a.tensors, b, ranks)
 
     def _panels(self, b: Tensor, *, gated: bool) -> tuple[Tensor, Tensor]:
-        """B [n, rank] in the kernels' form, and int32 [panels, 3], see csrc/api.h."""
+        """B [n, rank] in the kernels' form, and its ranks by panel, see `NativeLibrary.pack_low_rank`."""
         rows = panel_rows(self._library, len(b), gated=gated)
-        padded = b.index_select(0, rows.clamp(min=0).long())
-        padded[rows < 0] = 0
-        panels = padded.view(-1, self._library.panel, b.shape[1]).transpose(1, 2)  # [panels, rank, panel]
-        used = panels.ne(0).any(dim=2)
-        ranks = torch.arange(b.shape[1])
-        last = torch.where(used, ranks + 1, 0).amax(dim=1)
-        first = torch.minimum(torch.where(used, ranks, b.shape[1]).amin(dim=1), last)
-        counts = last - first
-        taken = (ranks >= first[:, None]) & (ranks < last[:, None])
-        columns = torch.stack((first, last, counts.cumsum(0) - counts), dim=1).to(torch.int32).contiguous()
-        return panels[taken].to(self._dtype).contiguous(), columns
+        panels, panel = rows.numel() // self._library.panel, self._library.panel
+        ranks = torch.empty(panels, 4, dtype=torch.int32)
+        packed = torch.empty(panels * b.shape[1], panel, dtype=self._dtype)
+        stored = self._library.pack_low_rank(KIND_OF[self._dtype], b.contiguous(), rows, ranks, packed)
+        return packed[:stored].clone(), ranks

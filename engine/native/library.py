@@ -24,6 +24,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tm_abi": (c_int64, []),
     "tm_pack": (None, [c_int, c_int, c_int, *[c_void_p] * 4, c_int64]),
     "tm_pack_codes": (None, [c_int, c_int, c_int, c_void_p, c_int64, *[c_void_p] * 3]),
+    "tm_pack_low_rank": (c_int, [c_int, c_int, c_int, *[c_void_p] * 4]),
     "tm_plan": (c_void_p, [c_void_p, c_int, c_int, c_int, c_int, c_void_p]),
     "tm_plan_groups": (c_void_p, [c_void_p]),
     "tm_plan_shared_rows": (c_int, [c_void_p, c_int]),
@@ -87,6 +88,13 @@ class NativeLibrary:
         self._library.tm_pack_codes(
             kind, rows.numel(), k, codes.data_ptr(), codes.stride(0), rows.data_ptr(), packed.data_ptr(), _at(offset),
         )  # fmt: skip
+
+    def pack_low_rank(self, kind: ElementKind, b: Tensor, rows: Tensor, ranks: Tensor, packed: Tensor) -> int:
+        """Pack B float32 [n, rank] of an adapter: column c is row rows[c] (int32, -1: zeros). `ranks` int32 [panels,
+        4], see PanelRanks in csrc/api.h; `packed` of the activations' dtype [panels * rank, panel], of which the first
+        columns are taken, as many as are returned."""
+        arguments = rows.numel(), b.shape[1], b.data_ptr(), rows.data_ptr(), ranks.data_ptr(), packed.data_ptr()
+        return int(self._library.tm_pack_low_rank(kind, *arguments))
 
     def plan(
         self, cache: structs.CacheShape, heads: int, max_partials: int, groups: ctypes.Array[structs.GroupInput]

@@ -82,7 +82,7 @@ class ExpertsStruct(ctypes.Structure):
 
 
 class LowRankStruct(ctypes.Structure):
-    _fields_ = (("a", LinearStruct), ("b", c_void_p), ("columns", c_void_p))
+    _fields_ = (("a", LinearStruct), ("b", c_void_p), ("ranks", c_void_p))
 
 
 class LayerStruct(ctypes.Structure):

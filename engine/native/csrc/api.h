@@ -67,11 +67,18 @@ struct RunList {
 // A layer's products that adapters change.
 enum Product : int32_t { PRODUCT_QKV, PRODUCT_OUTPUT, PRODUCT_GATE_UP, PRODUCT_DOWN, NUM_PRODUCTS };
 
-// What an adapter adds to a product: B A x. Columns of B that are zero in a whole panel are not stored.
+// Columns of B that a panel's results need: from `first` on for its first half of columns, from `second` on for the other.
+struct PanelRanks {
+    int32_t first, second, count;
+    int32_t before;  // columns that are stored for the panels before
+};
+
+// What an adapter adds to a product: B A x. Columns of B that are zero in half a panel are not stored, as far as the other
+// half allows.
 struct LowRank {
-    Linear a;                // in the activations' kind; n 0: nothing is added
-    const void* b;           // in the activations' kind; of each panel [last - first][panel]
-    const int32_t* columns;  // of each panel: first, last, and the columns stored before it
+    Linear a;                 // in the activations' kind; n 0: nothing is added
+    const void* b;            // in the activations' kind; of each panel [count][panel]
+    const PanelRanks* ranks;  // of each panel
 };
 
 struct Layer {
@@ -212,6 +219,8 @@ struct Kernels {
                  int64_t offset_stride);
     void (*pack_codes)(int32_t kind, int32_t padded, int32_t k, const uint8_t* codes, int64_t stride, const int32_t* rows,
                        uint32_t* packed, int32_t* offset);
+    int32_t (*pack_low_rank)(int32_t kind, int32_t padded, int32_t rank, const float* from, const int32_t* rows,
+                             PanelRanks* ranks, void* b);
     void (*forward)(Team*, int32_t member, const DecoderShape*, const Layer*, const void* embedding, const float* norm,
                     const Step*, const Workspace*);
     void (*linear)(Team*, int32_t member, int32_t activations, const Linear*, const void* x, int64_t rows, float* y,

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "low_rank.h"
 
 namespace {
 
@@ -140,30 +141,32 @@ struct Decoder {
 
     static bool is_plain_operand(const Linear& w) { return w.kind != KIND_I8 && !w.order; }
 
-    // What an adapter adds to this product of token t; null: nothing.
-    const LowRank* change(const Layer& layer, Product product, int t) const {
-        const int place = step.adapters[only_wanted ? step.wanted[t] : t];
-        if (place < 0) return nullptr;
-        const LowRank* found = layer.adapters + int64_t(place) * NUM_PRODUCTS + product;
-        return found->a.n ? found : nullptr;
+    // Calls f(begin, end, low) for each run of neighbours among these tokens with one adapter that changes the product.
+    template <class F> void for_changes(const Layer& layer, Product product, int first, int last, F f) const {
+        if (!step.adapters || !layer.adapters) return;
+        const auto place = [&](int t) { return step.adapters[only_wanted ? step.wanted[t] : t]; };
+        for (int begin = first, end; begin < last; begin = end) {
+            const int of_run = place(begin);
+            for (end = begin + 1; end < last && place(end) == of_run;) end++;
+            if (of_run < 0) continue;
+            const LowRank& low = layer.adapters[int64_t(of_run) * NUM_PRODUCTS + product];
+            if (low.a.n) f(begin, end, low);
+        }
     }
 
     // A x of each token with its adapter: neighbours with the same one together. x: rows in the activations' kind.
     void shrink(Member& me, const Layer& layer, Product product, const u32* x, int64_t lda) const {
         if (!step.adapters || !layer.adapters) return;
         me.share_rows(tokens, 8, [&](int first, int last) {
-            for (int t = first, end; t < last; t = end) {
-                const LowRank* low = change(layer, product, t);
-                for (end = t + 1; end < last && change(layer, product, end) == low;) end++;
-                if (!low) continue;
-                float* to = space.low_rank + t * space.low_rank_stride;
-                panel_task(*me.team, shape.activations, low->a, 0, (low->a.n + PANEL - 1) / PANEL, x + t * lda, lda, nullptr,
-                           0, end - t, (uint8_t*)line(me), nullptr, [](int, int) { return nullptr; },
+            for_changes(layer, product, first, last, [&](int begin, int end, const LowRank& low) {
+                float* to = space.low_rank + begin * space.low_rank_stride;
+                panel_task(*me.team, shape.activations, low.a, 0, (low.a.n + PANEL - 1) / PANEL, x + begin * lda, lda, nullptr,
+                           0, end - begin, (uint8_t*)line(me), nullptr, [](int, int) { return nullptr; },
                            [&](int from, int count, int panel, const float* c) {
-                               store_panel(low->a, panel, count, c, to + from * space.low_rank_stride,
+                               store_panel(low.a, panel, count, c, to + from * space.low_rank_stride,
                                            space.low_rank_stride);
                            });
-            }
+            });
         });
         me.book(PART_ADAPTERS);
     }
@@ -176,29 +179,11 @@ struct Decoder {
 
     // Adds B (A x) to one panel of a product, c [count][PANEL], of the tokens from `first` on.
     void expand(const Layer& layer, Product product, int first, int count, int panel, float* c) const {
-        if (!step.adapters || !layer.adapters) return;
-        for (int r = 0; r < count; r++, c += PANEL) {
-            const LowRank* low = change(layer, product, first + r);
-            if (!low) continue;
-            const int32_t *columns = low->columns + 3 * panel, begin = columns[0], end = columns[1];
-            const int64_t stored = int64_t(columns[2]) * PANEL;
-            const float* of_token = space.low_rank + (first + r) * space.low_rank_stride;
-            vf one = load(c), two = load(c + VL);
-            if (shape.activations == KIND_F32) {
-                const float* b = (const float*)low->b + stored;
-                for (int j = begin; j < end; j++, b += PANEL) {
-                    const vf x = set1(of_token[j]);
-                    one = fma(x, load(b), one), two = fma(x, load(b + VL), two);
-                }
-            } else {
-                const uint16_t* b = (const uint16_t*)low->b + stored;
-                for (int j = begin; j < end; j++, b += PANEL) {
-                    const vf x = set1(of_token[j]);
-                    one = fma(x, load_bf16(b), one), two = fma(x, load_bf16(b + VL), two);
-                }
-            }
-            store(c, one), store(c + VL, two);
-        }
+        for_changes(layer, product, first, first + count, [&](int begin, int end, const LowRank& low) {
+            (shape.activations == KIND_F32 ? add_low_rank<float> : add_low_rank<uint16_t>)(
+                low, panel, end - begin, space.low_rank + begin * space.low_rank_stride, space.low_rank_stride,
+                c + (begin - first) * PANEL);
+        });
     }
 
     void qkv(Member& me, const Layer& layer) const {

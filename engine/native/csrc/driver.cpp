@@ -217,6 +217,10 @@ void tm_pack_codes(int kind, int padded, int k, const uint8_t* codes, int64_t st
     kernels.pack_codes(kind, padded, k, codes, stride, rows, packed, offset);
 }
 
+int tm_pack_low_rank(int kind, int padded, int rank, const float* from, const int32_t* rows, PanelRanks* ranks, void* b) {
+    return kernels.pack_low_rank(kind, padded, rank, from, rows, ranks, b);
+}
+
 struct GroupInput {
     const int32_t *starts, *counts, *tables;
     const int64_t* slots;

@@ -83,6 +83,12 @@ class Work:
         engine.scheduler.check_integrity()
 
 
+def _private_bytes() -> int:
+    """Memory of this process that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
 @pytest.fixture(scope="module")
 def work(tiny_model: TinyModel, adapters: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Work:
     return Work(tiny_model("llama"), adapters, tmp_path_factory.mktemp("adapters"))
@@ -167,28 +173,47 @@ def test_a_row_has_the_same_tokens_alone_and_in_any_batch(work: Work, dtype: str
 
 
 def test_many_adapters_go_through_few_places(work: Work, adapters: ModuleType, tmp_path: Path) -> None:
+    # Given 200 adapters of 400 kB, 8 places, and room for 8 more in memory:
     model = AutoModelForCausalLM.from_pretrained(work.path, dtype=torch.float32)
-    named = tuple((f"c{i}", str(adapters.make_adapter(model, tmp_path / f"c{i}", i, rank=2))) for i in range(200))
-    engine = work.engine(lora=LoraConfig(named, max_loras=8))
+    named = tuple((f"c{i}", str(adapters.make_adapter(model, tmp_path / f"c{i}", i, rank=48))) for i in range(200))
+    engine = work.engine(lora=LoraConfig(named, max_loras=8, cache_bytes=8 * 600_000))
+    loader = engine._adapters
+    assert loader is not None
+    of_one = max(packed.nbytes for packed in loader._packed.values())
+    assert 300_000 < of_one < 600_000
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-    requests = [
-        Request(f"{name}-{turn}", as_token_ids(work.prompts[turn]), params, adapter=name)
-        for turn in range(2)
-        for name, _ in named
-    ]
-    used = 0
-    for request in requests:
-        engine.add(request)
-    done: dict[str, list[int]] = {}
+
+    # when rows come in the planner's order,
+    names = [name for name, _ in named for _ in range(3)]
+    for i, name in enumerate(names):
+        engine.add(Request(str(i), as_token_ids(work.prompts[i % 8]), params, adapter=name))
+    done, before, most = {}, _private_bytes(), 0
     while engine.has_work:
         done.update((one.request_id, tokens_of(one)) for one in engine.step())
-        used = max(used, engine.scheduler.places.num_used)
+        assert engine.scheduler.places.num_used <= 8
         engine.scheduler.check_integrity()
-    assert len(done) == 400
-    assert used <= 8
-    loaded = engine._runner._model._adapters._stored  # type: ignore[attr-defined]
-    assert len(loaded) == 8
+        most = max(most, _private_bytes())
+    assert len(done) == len(names)
     assert len({tuple(tokens) for tokens in done.values()}) > 100
+    # each is read once, but for those that showed their size before,
+    assert max(loader.loads.values()) <= 2
+    assert engine.stats().adapter_loads == loader.loads.total() <= 208
+    # and memory does not grow with them.
+    assert most - before < 40 * of_one
+
+
+def test_adapters_that_lost_their_place_are_not_read_again(work: Work) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+
+    def loads(cache_bytes: int) -> int:
+        engine = work.engine(lora=LoraConfig(tuple((f"a{i}", str(work.folders[i])) for i in range(4)), 1, cache_bytes))
+        for turn in range(3):
+            for name in ("a0", "a1", "a2"):
+                list(engine.run([Request(f"{name}-{turn}", as_token_ids(work.prompts[0]), params, adapter=name)]))
+        return engine.stats().adapter_loads
+
+    assert loads(1 << 30) == 4  # a3 is the largest: it was loaded first
+    assert loads(0) == 10
 
 
 def test_an_unknown_adapter_is_refused_with_the_names_that_there_are(work: Work, tiny_model: TinyModel) -> None:
