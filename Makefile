@@ -75,7 +75,7 @@ test-memory: $(VENV)/.dev.stamp  ## run the tests of the native kernels under Ad
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:log_path=$(ASAN)/report $(PY) -m pytest $(PARALLEL) \
 		-m "not slow and not exhaustive" --ignore tests/engine/native/test_native_build.py \
-		$(addprefix tests/engine/,native attention cache checkpoints embedding models quant sampling speculative) \
+		$(addprefix tests/engine/,native adapters attention cache checkpoints embedding models quant sampling speculative) \
 		$(filter-out %scheduler.py %properties.py %overhead.py,$(wildcard tests/engine/scheduler/test_*.py)) \
 		tests/engine/runner/test_cache_planning.py $(wildcard tests/engine/test_*.py) \
 		$(PYTEST_ARGS) || { cat $(ASAN)/report.* 2>/dev/null; exit 1; }

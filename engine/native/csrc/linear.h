@@ -168,7 +168,14 @@ inline bool takes_few(int32_t activations, const Linear& w, int rows) {
     return is_small(w.kind) && rows <= FEW_ROWS && activations == KIND_BF16 && !fits_tiles(w.kw);
 }
 
-// One task of a product: `rows` rows with `count` panels (1, or 2) from `panel` on; x and row_scale are those of the first
+// Whether so many rows take two panels at once.
+inline bool takes_pairs(int32_t activations, const Linear& w, int rows) {
+    if (takes_few(activations, w, rows)) return rows <= TWO_PANEL_ROWS;
+    const bool plain = w.kind == KIND_F32 || w.kind == KIND_BF16;
+    return plain && rows <= PAIR_ROWS && !(activations == KIND_BF16 && fits_tiles(w.kw));
+}
+
+// One task of a product: `rows` rows with `count` panels from `panel` on; x and row_scale are those of the first
 // row. finish, target: as for `for_panels`, rows counted from 0. ahead: the panel that this thread reads next, or null.
 template <class T, class F>
 void panel_task(const Team&, int32_t activations, const Linear& w, int panel, int count, const u32* x, int64_t lda,
@@ -176,18 +183,31 @@ void panel_task(const Team&, int32_t activations, const Linear& w, int panel, in
                 F finish) {
     float* c = (float*)space;
     u32* unpacked = (u32*)(space + ROW_BLOCK * PANEL * 4);
+    const auto finish_together = [&](int first, int at_once) {
+        for (int i = 0; i < at_once; i++) {
+            finish_columns(w, first + i, rows, c + i * rows * PANEL);
+            finish(0, rows, first + i, c + i * rows * PANEL);
+        }
+    };
+    const bool pairs = takes_pairs(activations, w, rows);
+    const int end = panel + count;
     if (takes_few(activations, w, rows)) {
         const SmallKernels& kernels = *small_kernels_of(w);
-        const int at_once = rows <= TWO_PANEL_ROWS ? count : 1;
-        for (int p = panel; p < panel + count; p += at_once) {
+        for (int p = panel, at_once; p < end; p += at_once) {
+            at_once = pairs && p + 2 <= end ? 2 : 1;
             for (int i = p; i < p + at_once; i++) fetch_targets(0, rows, i, target);
             (at_once == 2 ? kernels.two_panels : kernels.few)[rows - 1](w, p, x, lda, c);
-            for (int i = 0; i < at_once; i++) {
-                finish_columns(w, p + i, rows, c + i * rows * PANEL);
-                finish(0, rows, p + i, c + i * rows * PANEL);
-            }
+            finish_together(p, at_once);
         }
         return;
+    }
+    for (; pairs && panel + 2 <= end; panel += 2, count -= 2) {
+        const u32 *both[] = {panel_at(w, panel), panel_at(w, panel + 1)}, *first = panel + 2 < end ? panel_at(w, panel + 2) : ahead;
+        const u32* following[] = {first, first ? first + int64_t(w.kw) * PANEL : nullptr};  // fetching what isn't there does nothing
+        for (int i = 0; i < 2; i++) fetch_targets(0, rows, panel + i, target);
+        activations == KIND_F32 ? pair_product<F32>(x, lda, rows, both, w.kw, c, following)
+                                : pair_product<BF16>(x, lda, rows, both, w.kw, c, following);
+        finish_together(panel, 2);
     }
     const int parts = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
     for (int p = panel; p < panel + count; p++) {
@@ -221,8 +241,10 @@ void for_panels(Member& me, int32_t activations, const Linear& w, const u32* x, 
                 int64_t scale_stride, int rows, uint8_t* space, T target, F finish) {
     const int panels = (w.n + PANEL - 1) / PANEL, size = me.team->size;
     int blocks = 1, at_once = 1;
-    if (takes_few(activations, w, rows)) {
-        at_once = rows <= TWO_PANEL_ROWS ? 2 : 1;
+    if (takes_pairs(activations, w, rows)) {
+        at_once = 2;
+    } else if (takes_few(activations, w, rows)) {
+        at_once = 1;
     } else if (is_small(w.kind)) {  // what is unpacked serves as many rows as possible
         blocks = (rows + UNPACKED_ROWS - 1) / UNPACKED_ROWS;
         if (panels * blocks < 2 * size) blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;

@@ -208,10 +208,10 @@ inline MicroGrouped micro_grouped_of(int rows) {
     return table[rows - 1];
 }
 
-// The same for few rows over several blocks that are columns of one result, PANEL apart: more sums at once, in the same
-// order along k. `ahead`: for each block another that is fetched meanwhile, or null.
+// The same for few rows over several blocks that are columns of one result, `apart` from each other: more sums at once, in
+// the same order along k. `ahead`: for each block another that is fetched meanwhile, or null.
 template <class D, int MR, int BLOCKS>
-void micro_wide(const u32* a, long lda, const typename D::B* const* blocks, int kw, long ldb, u32* c, long ldc,
+void micro_wide(const u32* a, long lda, const typename D::B* const* blocks, int kw, long ldb, u32* c, long ldc, long apart,
                 const typename D::B* const* ahead) {
     typename D::acc acc[MR][BLOCKS][2];
     const typename D::B *b[BLOCKS], *fetched[BLOCKS];
@@ -245,8 +245,8 @@ void micro_wide(const u32* a, long lda, const typename D::B* const* blocks, int 
     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
         for (int i = 0; i < BLOCKS; i++) {
-            D::store_acc(c + r * ldc + i * PANEL, acc[r][i][0]);
-            D::store_acc(c + r * ldc + i * PANEL + VL, acc[r][i][1]);
+            D::store_acc(c + r * ldc + i * apart, acc[r][i][0]);
+            D::store_acc(c + r * ldc + i * apart + VL, acc[r][i][1]);
         }
 }
 
@@ -257,18 +257,33 @@ template <class D>
 void wide_product(const u32* a, long lda, int rows, const typename D::B* const* blocks, int kw, u32* c, long ldc,
                   const typename D::B* const* ahead) {
     switch (rows) {
-        case 1: return micro_wide<D, 1, TILE_ROWS / 4 >= 1 ? 4 : 2>(a, lda, blocks, kw, PANEL, c, ldc, ahead);
+        case 1: return micro_wide<D, 1, TILE_ROWS / 4 >= 1 ? 4 : 2>(a, lda, blocks, kw, PANEL, c, ldc, PANEL, ahead);
 #if defined(__AVX512F__)
-        case 2: return micro_wide<D, 2, 4>(a, lda, blocks, kw, PANEL, c, ldc, ahead);
-        case 3: return micro_wide<D, 3, 4>(a, lda, blocks, kw, PANEL, c, ldc, ahead);
-        case 4: return micro_wide<D, 4, 2>(a, lda, blocks, kw, PANEL, c, ldc, ahead);
-        case 5: return micro_wide<D, 5, 2>(a, lda, blocks, kw, PANEL, c, ldc, ahead);
-        case 6: return micro_wide<D, 6, 2>(a, lda, blocks, kw, PANEL, c, ldc, ahead);
+        case 2: return micro_wide<D, 2, 4>(a, lda, blocks, kw, PANEL, c, ldc, PANEL, ahead);
+        case 3: return micro_wide<D, 3, 4>(a, lda, blocks, kw, PANEL, c, ldc, PANEL, ahead);
+        case 4: return micro_wide<D, 4, 2>(a, lda, blocks, kw, PANEL, c, ldc, PANEL, ahead);
+        case 5: return micro_wide<D, 5, 2>(a, lda, blocks, kw, PANEL, c, ldc, PANEL, ahead);
+        case 6: return micro_wide<D, 6, 2>(a, lda, blocks, kw, PANEL, c, ldc, PANEL, ahead);
 #else
-        case 2: return micro_wide<D, 2, 2>(a, lda, blocks, kw, PANEL, c, ldc, ahead);
-        case 3: return micro_wide<D, 3, 2>(a, lda, blocks, kw, PANEL, c, ldc, ahead);
+        case 2: return micro_wide<D, 2, 2>(a, lda, blocks, kw, PANEL, c, ldc, PANEL, ahead);
+        case 3: return micro_wide<D, 3, 2>(a, lda, blocks, kw, PANEL, c, ldc, PANEL, ahead);
 #endif
     }
+}
+
+// So few rows wait for their own sums, and for memory, unless they take two panels at once.
+constexpr int PAIR_ROWS = TILE_ROWS / 2;
+
+// c [2][rows][PANEL] of two panels; ahead: those that are fetched meanwhile, or null.
+template <class D>
+void pair_product(const u32* a, long lda, int rows, const u32* const* panels, int kw, float* c, const u32* const* ahead) {
+    static constexpr decltype(&micro_wide<D, 1, 2>) table[] = {
+        micro_wide<D, 1, 2>, micro_wide<D, 2, 2>, micro_wide<D, 3, 2>,
+#if defined(__AVX512F__)
+        micro_wide<D, 4, 2>, micro_wide<D, 5, 2>, micro_wide<D, 6, 2>,
+#endif
+    };
+    table[rows - 1](a, lda, panels, kw, PANEL, (u32*)c, PANEL, rows * PANEL, ahead);
 }
 
 // As D, but its rows are widened word by word.
