@@ -10,7 +10,8 @@ can't be. Rates are of decoding steps (those that compute one token a row) and t
 over rounds, ratios are taken within a round.
 
 The limit of a step is that of `roofline.py`, where of the experts those that a token of the step chose are read once,
-and the router always.
+and the router always. Steps choose different experts, so the bandwidth is that of memory as large as all weights that
+the steps of a round read together: one step's alone would fit a cache in which they are not.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import numpy as np
 import torch
 from engine_settings import SettingError, parse_overrides, with_overrides
 from machine_peaks import MachinePeaks, PeaksError, disturbed, measure
+from numpy.typing import NDArray
 from roofline import WEIGHTS, ModelCost, Precision
 from step_record import StepRecord, StepRecorder
 from throughput import machine
@@ -56,11 +58,16 @@ class ExpertUse:
     """A step's experts.
 
     Attributes:
-        touched: that a token chose, over all layers.  rows: pairs of a token and an expert.
+        chosen: bool [layers, experts], by a token.  rows: pairs of a token and an expert.
     """
 
-    touched: int
+    chosen: NDArray[np.bool_]
     rows: int
+
+    @property
+    def touched(self) -> int:
+        """Experts that a token chose, over all layers."""
+        return int(self.chosen.sum())
 
 
 class ExpertRecorder(StepRecorder):
@@ -80,7 +87,7 @@ class ExpertRecorder(StepRecorder):
             load = self._model.expert_load()
             assert load is not None
             rows = load.rows
-            self._uses.append(ExpertUse(int((rows > 0).sum()), int(rows.sum())))
+            self._uses.append(ExpertUse(rows > 0, int(rows.sum())))
         return output
 
     def decodes(self) -> list[tuple[StepRecord, ExpertUse | None]]:
@@ -123,16 +130,22 @@ def make_model(folder: Path, args: argparse.Namespace) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
+def bytes_moved(step: StepRecord, touched: int, cost: ModelCost, expert: int, router: int) -> float:
+    """Bytes that a step reads or writes at least. `cost`: of the model without its experts. `expert`, `router`:
+    parameters."""
+    return cost.bytes_moved(step) + touched * expert * WEIGHTS[cost.precision.weights] + router * WEIGHTS["f32"]
+
+
 def limit_seconds(
-    step: StepRecord, use: ExpertUse, cost: ModelCost, expert: int, router: int, peaks: MachinePeaks
+    step: StepRecord, use: ExpertUse, cost: ModelCost, expert: int, router: int, peaks: MachinePeaks, memory: float
 ) -> float:
-    """Seconds that a step takes at least. `cost`: of the model without its experts. `expert`, `router`: parameters."""
-    moved = cost.bytes_moved(step)
-    moved += use.touched * expert * WEIGHTS[cost.precision.weights] + router * WEIGHTS["f32"]
+    """Seconds that a step takes at least, with weights that are read from so many bytes of memory. The others: as of
+    `bytes_moved`."""
+    moved = bytes_moved(step, use.touched, cost, expert, router)
     work = cost.operations(step)
     work[cost.precision.linears] = work.get(cost.precision.linears, 0.0) + 2.0 * expert * use.rows
     multiplying = sum(n / peaks.operations_per_second(dtype) for dtype, n in work.items())
-    return max(moved / peaks.bandwidth(moved), multiplying)
+    return max(moved / peaks.bandwidth(memory), multiplying)
 
 
 def share(decoded: Decoded, spec: DecoderSpec, precision: Precision, peaks: MachinePeaks) -> float:
@@ -141,7 +154,10 @@ def share(decoded: Decoded, spec: DecoderSpec, precision: Precision, peaks: Mach
     cost = ModelCost.of(replace(spec, intermediate_size=0, experts=None), precision)
     expert = 3 * spec.hidden_size * spec.experts.intermediate_size
     router = spec.num_layers * spec.experts.num_experts * spec.hidden_size
-    limits = [limit_seconds(step, use, cost, expert, router, peaks) for step, use in decoded.steps if use is not None]
+    steps = [(step, use) for step, use in decoded.steps if use is not None]
+    chosen = np.logical_or.reduce([use.chosen for _, use in steps])
+    memory = bytes_moved(steps[-1][0], int(chosen.sum()), cost, expert, router)
+    limits = [limit_seconds(step, use, cost, expert, router, peaks, memory) for step, use in steps]
     return sum(limits) / decoded.seconds
 
 
