@@ -141,8 +141,8 @@ def dispatching(metrics: DispatchMetrics, clock: Clock) -> Source:
             took = metrics.job_durations.get(tier)
             empty = Histogram(bounds=JOB_BOUNDS)
             samples.value("tokenmill_job_seconds", empty if took is None else took.read(), tier)
-        for tier, cost in sorted(metrics.cost().items()):
-            samples.value("tokenmill_cost_total", cost, tier)
+        for (model, tier), cost in sorted(metrics.cost().items()):
+            samples.value("tokenmill_cost_total", cost, model, tier)
         stored_answers(metrics.answers, "job")(samples)
 
     return collect
@@ -379,6 +379,12 @@ def _worker(samples: Samples, known: WorkerMetrics, worker: str | None) -> None:
         value("tokenmill_content_policy_failures_total", judged.failures, policy)
         for kind, count in (("prompt", judged.prompt_tokens), ("completion", judged.completion_tokens)):
             value("tokenmill_guard_tokens_total", count, policy, kind)
+    for name, adapter in known.adapters.items():
+        for status, count in (("succeeded", adapter.answered), ("failed", adapter.failed)):
+            value("tokenmill_adapter_requests_total", count, name, status)
+        for kind in ("prompt", "cached", "completion"):
+            value("tokenmill_adapter_tokens_total", getattr(adapter.usage, kind), name, kind)
+        value("tokenmill_adapter_weights_bytes", adapter.weights_bytes, name)
     for gpu in known.gpus:
         _gpu(value, gpu)
 

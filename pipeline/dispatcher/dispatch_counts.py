@@ -66,7 +66,7 @@ class DispatchMetrics:
         self._rows: Counter[tuple[str, str]] = Counter()
         self._tokens: Counter[tuple[str, str, str]] = Counter()
         self._ended: Counter[tuple[str, str]] = Counter()
-        self._cost: defaultdict[str, float] = defaultdict(float)
+        self._cost: defaultdict[tuple[str, str], float] = defaultdict(float)
 
     def rows(self) -> dict[tuple[str, str], int]:
         """(tier, status) -> rows committed."""
@@ -83,8 +83,8 @@ class DispatchMetrics:
         with self._lock:
             return dict(self._ended)
 
-    def cost(self) -> dict[str, float]:
-        """Tier -> cost of ended jobs."""
+    def cost(self) -> dict[tuple[str, str], float]:
+        """(model, tier) -> cost of ended jobs."""
         with self._lock:
             return dict(self._cost)
 
@@ -110,8 +110,10 @@ class DispatchMetrics:
         with self._lock:
             more = manifest.usage.repeated - open_job.progress().usage.repeated
             self._tokens[model_of(job, job.models[0].key), job.tier.value, "repeated"] += more
-            if manifest.cost is not None:
-                self._cost[job.tier.value] += manifest.cost
+            for spent in manifest.spending:
+                if spent.cost is not None:
+                    name = spent.model if job.model_named(spent.model) is not None else OTHER
+                    self._cost[name, job.tier.value] += spent.cost
         self._count_end(job, manifest.status, now)
 
     def count_ended_unplanned(self, job: Job, now: datetime, status: JobStatus = JobStatus.FAILED) -> None:

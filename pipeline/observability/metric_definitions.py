@@ -132,6 +132,20 @@ METRICS: Final = (
         "Tokens of the guard model that judges for a content policy, by kind: prompt, completion.",
         ("model", "policy", "kind"),
     ),
+    Metric(
+        "tokenmill_adapter_requests_total", "counter",
+        "Requests and rows that an adapter of the model answered, by status: succeeded, failed.",
+        ("model", "adapter", "status"),
+    ),
+    Metric(
+        "tokenmill_adapter_tokens_total", "counter",
+        "Tokens of an adapter's answered requests and rows, by kind: prompt, cached, completion.",
+        ("model", "adapter", "kind"),
+    ),
+    Metric(
+        "tokenmill_adapter_weights_bytes", "gauge", "Weights of an adapter that requests have named, as stored.",
+        ("model", "adapter"),
+    ),
     Metric("tokenmill_kv_blocks", "gauge", "Blocks of a worker's KV cache.", ("model",)),
     Metric("tokenmill_kv_blocks_used", "gauge", "Blocks of the KV cache that running requests hold.", ("model",)),
     Metric(
@@ -323,9 +337,9 @@ METRICS: Final = (
     Metric("tokenmill_job_seconds", "histogram", "Time from a job's creation to its end.", ("tier",), _DISPATCHER),
     Metric(
         "tokenmill_cost_total", "counter",
-        "Cost of jobs that have ended, as their manifests have it; only where a price per hour is configured, in "
-        "its currency.",
-        ("tier",), _DISPATCHER,
+        "Cost of jobs that have ended, as their manifests have it, by model or adapter; only where a price per hour is "
+        "configured, in its currency.",
+        ("model", "tier"), _DISPATCHER,
     ),
     Metric(
         "tokenmill_desired_workers", "gauge", "Workers that a pool should have, by the last decision.",

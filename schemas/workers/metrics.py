@@ -237,6 +237,20 @@ class PolicyMetrics(StoredReport):
     completion_tokens: Count = 0
 
 
+class AdapterMetrics(StoredReport):
+    """An adapter of the loaded model.
+
+    Attributes:
+        answered, failed: ended requests and rows.  usage: tokens of the answered ones.
+        weights_bytes: of its weights as they are stored.
+    """
+
+    answered: Count = 0
+    failed: Count = 0
+    usage: Usage = Usage()
+    weights_bytes: Count = 0
+
+
 class WorkerMetrics(StoredReport):
     """The metrics of one worker, in tokens unless stated otherwise.
 
@@ -260,6 +274,7 @@ class WorkerMetrics(StoredReport):
         cache_tier, host_tier: the second tiers of the prefix cache on a disk, and in host memory; None: there is none.
         handover: None: the worker neither hands requests over nor takes them over.
         policies: the content policies, by name.
+        adapters: those that requests have named, by name.
         gpus: those that compute the model, in the order of its ranks, without those that can't be read.
         store_outage: why the store is unavailable, so that the worker waits for it; None: it is available.
     """
@@ -291,5 +306,6 @@ class WorkerMetrics(StoredReport):
     host_tier: CacheTierMetrics | None = None
     handover: HandoverMetrics | None = None
     policies: dict[str, PolicyMetrics] = Field(default_factory=dict)
+    adapters: dict[str, AdapterMetrics] = Field(default_factory=dict)
     gpus: tuple[GpuMetrics, ...] = ()
     store_outage: str | None = None

@@ -92,6 +92,7 @@ from schemas.workers.lane import (
 from schemas.workers.lane import read_event as read_lane_event
 from schemas.workers.lane import read_request as read_lane_request
 from schemas.workers.metrics import (
+    AdapterMetrics,
     HistogramSample,
     PolicyMetrics,
     SloMetrics,
@@ -264,6 +265,7 @@ RECORDS: dict[str, StoredModel] = {
         steps=TIMES, pace=SloMetrics(weights=SloWeights(ttft=1.0), terms=SloWeights(itl=0.5), drops=1),
         speculation=SpeculationMetrics(drafted=3, accepted=1, gained=0.5, seconds=1.0),
         policies={"rules": PolicyMetrics(texts={"flag": 2}, failures=1, prompt_tokens=5, completion_tokens=1)},
+        adapters={"legal": AdapterMetrics(answered=2, failed=1, usage=USAGE, weights_bytes=9)},
     ),
     "scaling": StoredScaling(as_of=NOON, speeds={"tiny": 9.5}, pools={"tiny": PoolMemory(desired=2, changed=(1.0,))}),
     "stored-file": StoredFile(id="file-0", tenant="team-a", filename="in.jsonl", purpose="batch", size=9, sha256=SHA,

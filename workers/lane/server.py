@@ -271,7 +271,7 @@ class LaneServer:
             opened.row = resume_failed(self._engine, opened.row, completion)
             self._arrived.append(opened)
         else:
-            self._ended_requests.record(opened.request.tier, completion)
+            self._ended_requests.record(opened.request.tier, completion, opened.row.request.adapter)
             with self._changed:
                 self._num_judging += self._judges is not None
             self._pending_events.put(partial(self._end, opened, completion))

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch
 
+from engine.adapters.adapter import WEIGHTS_FILE
 from engine.block_exchange import BlockExchange
 from engine.config import EngineConfig, KVDType, Quantize
 from engine.embedding.embedder import Embedder, Head
@@ -63,10 +64,11 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
 class AdapterFiles(NamedTuple):
-    """The folder of an adapter, and the digest of its files."""
+    """The folder of an adapter, the digest of its files, and the size of its weights' file in bytes."""
 
     folder: str
     digest: str
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +272,7 @@ class LoadedModel:
             engine_options=self.engine_options,
             sampling_defaults=self.sampling_defaults,
         )
-        return own if adapter is None else own.with_adapter(name, *adapter)
+        return own if adapter is None else own.with_adapter(name, adapter.folder, adapter.digest)
 
     @property
     def pins(self) -> tuple[ModelPin, ...]:
@@ -297,7 +299,10 @@ class LoadedModel:
 def _adapters(engine: Engine | EncoderEngine | VLLMEngine, config: EngineConfig | None) -> dict[str, AdapterFiles]:
     if config is None or not isinstance(engine, Engine):
         return {}
-    return {name: AdapterFiles(folder, engine.adapters[name].hex()) for name, folder in config.lora.adapters}
+    return {
+        name: AdapterFiles(folder, engine.adapters[name].hex(), (Path(folder) / WEIGHTS_FILE).stat().st_size)
+        for name, folder in config.lora.adapters
+    }
 
 
 def engine_of(path: Path, wanted: EngineName | None = None) -> tuple[EngineName, str | None]:

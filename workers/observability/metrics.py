@@ -22,6 +22,7 @@ from engine.step_engine import StepEngine
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import Usage
 from schemas.workers.metrics import (
+    AdapterMetrics,
     CacheTierMetrics,
     ExperimentMetrics,
     HandoverMetrics,
@@ -44,7 +45,7 @@ RATE_SECONDS: Final = 10.0
 
 @dataclass(slots=True)
 class _TierCounts:
-    """Counters of ended requests of one tier."""
+    """Counters of ended requests of one tier, or one adapter."""
 
     answered: int = 0
     failed: int = 0
@@ -56,28 +57,36 @@ class _TierCounts:
 
 
 class EndedRequests:
-    """Counts the requests that have ended, by tier."""
+    """Counts the requests that have ended, by tier and by adapter."""
 
     def __init__(self) -> None:
         self._tiers: dict[Tier, _TierCounts] = {}
+        self._adapters: dict[str, _TierCounts] = {}
 
-    def record(self, tier: Tier, completion: Completion) -> None:
-        """Count a completion."""
-        counts = self._tiers.setdefault(tier, _TierCounts())
-        if failure_of(completion) is None:
-            counts.answered += 1
-        else:
-            counts.failed += 1
-        counts.prompt += completion.prompt_tokens
-        counts.cached += completion.cached_tokens
-        counts.completion += completion.generated_tokens
-        counts.drafted += completion.drafted_tokens
-        counts.accepted += completion.accepted_tokens
+    def record(self, tier: Tier, completion: Completion, adapter: str | None) -> None:
+        """Count a completion; `adapter`: the name of the one that answered."""
+        kinds = [self._tiers.setdefault(tier, _TierCounts())]
+        if adapter is not None:
+            kinds.append(self._adapters.setdefault(adapter, _TierCounts()))
+        for counts in kinds:
+            if failure_of(completion) is None:
+                counts.answered += 1
+            else:
+                counts.failed += 1
+            counts.prompt += completion.prompt_tokens
+            counts.cached += completion.cached_tokens
+            counts.completion += completion.generated_tokens
+            counts.drafted += completion.drafted_tokens
+            counts.accepted += completion.accepted_tokens
 
     def record_refused(self, tier: Tier, requests: int) -> None:
         """Count requests that never entered the engine."""
         if requests:
             self._tiers.setdefault(tier, _TierCounts()).failed += requests
+
+    def of_adapter(self, name: str) -> _TierCounts:
+        """The counters of an adapter."""
+        return self._adapters.get(name) or _TierCounts()
 
     def of(self, tier: Tier) -> _TierCounts:
         """The counters of a tier."""
@@ -116,6 +125,7 @@ class MetricsReader:
     Args:
         model: the model's name.  began: start of serving it, on the worker's clock (seconds).
         gpu_uuids: of the GPUs that compute it.  policies: counts of the content policies; None: there are none.
+        adapters: bytes of the weights of each of its adapters.
     """
 
     def __init__(
@@ -125,8 +135,10 @@ class MetricsReader:
         began: float,
         gpu_uuids: Sequence[str] = (),
         policies: PolicyCounts | None = None,
+        adapters: Mapping[str, int] | None = None,
     ) -> None:
         self.ended = EndedRequests()
+        self._adapters = adapters or {}
         self._model = model
         self._engine = engine
         self._began = began
@@ -185,8 +197,20 @@ class MetricsReader:
             host_tier=None if stats.host_tier is None else _cache_tier(stats.host_tier),
             handover=side_work.handover,
             policies=counted_since(self._policies_before, self._policies.read()),
+            adapters={
+                name: one for name in self._adapters if (one := self._adapter(name, side_work.ended)) is not None
+            },
             gpus=self._gpus.read(),
         )
+
+    def _adapter(self, name: str, lane: EndedRequests) -> AdapterMetrics | None:
+        """The metrics of an adapter; None: no request has named it."""
+        rows, calls = self.ended.of_adapter(name), lane.of_adapter(name)
+        answered, failed = rows.answered + calls.answered, rows.failed + calls.failed
+        if not answered and not failed:
+            return None
+        usage = _usage(rows) + _usage(calls)
+        return AdapterMetrics(answered=answered, failed=failed, usage=usage, weights_bytes=self._adapters[name])
 
     def _tier(self, tier: Tier, counts: ClassStats, then: ClassStats, waiting: int, lane: _TierCounts) -> TierMetrics:
         rows = self.ended.of(tier)

@@ -43,7 +43,8 @@ class WorkerReporter:
         self._next_report = 0.0
         self._counts = WorkerCounts()
         self._rate = RateMeter()
-        self._metrics = MetricsReader(model.name, model.engine, clock.monotonic(), model.gpu_uuids, policies)
+        adapters = {name: files.size for name, files in model.adapters.items()}
+        self._metrics = MetricsReader(model.name, model.engine, clock.monotonic(), model.gpu_uuids, policies, adapters)
         self._heartbeats: HeartbeatSender | None = None
 
     def start(self, heartbeats: HeartbeatSender) -> None:
@@ -62,7 +63,7 @@ class WorkerReporter:
         copies, completion = len(row.prepared.names), row.completion
         failed = len(row.rejected) if failure_of(completion) is None else copies
         self._counts = self._counts.with_computed(copies - failed, failed, completion)
-        self._metrics.ended.record(tier, completion)
+        self._metrics.ended.record(tier, completion, row.prepared.request.adapter)
 
     def count_try(self, completion: Completion) -> None:
         """A row has an answer that is not accepted, and no outcome yet."""

@@ -118,7 +118,7 @@ def test_cost_comes_from_manifests_and_duration_from_the_creation_time(tmp_path:
     world.clock.sleep(100.0)
     manifest = finish(harness, harness.client("w"))
     assert manifest.cost is not None
-    assert harness.metrics.cost() == {"bulk": pytest.approx(manifest.cost)}
+    assert harness.metrics.cost() == {("tiny", "bulk"): pytest.approx(manifest.cost)}
     assert manifest.cost > 0
     took = harness.metrics.job_durations["bulk"].read()
     assert (sum(took.counts), took.seconds) == (1, pytest.approx(world.clock.monotonic(), abs=2.0))

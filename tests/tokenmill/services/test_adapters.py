@@ -17,6 +17,7 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
+from tests.pipeline.observability.scrapes import scrape
 from tests.servers.redis import RedisServer
 from tests.tokenmill.command_processes import Processes, as_jsonl, ended
 from tests.waiting import HANG_SECONDS, wait_for
@@ -88,6 +89,18 @@ def test_given_adapters_when_served_then_callers_and_jobs_get_the_answers_of_run
     assert {line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"] for line in output} == alone
     manifest = json.loads(next((processes.folder / "data/jobs").glob("*/manifest.json")).read_bytes())
     assert {spent["model"] for spent in manifest["spending"]} == set(NAMES)
+    # Metrics count both: 4 calls and 4 rows of each adapter.
+    url = str(client.base_url).removesuffix("/v1/")
+
+    def count() -> dict[str, float]:
+        counted = scrape(f"{url}/metrics").all("tokenmill_adapter_requests_total", status="succeeded", model="tiny")
+        return {adapter: number for (adapter, _), number in counted.items()}
+
+    wait_for(lambda: count() == dict.fromkeys(NAMES[1:], 8), "the metrics don't count them")
+    found = scrape(f"{url}/metrics")
+    size = (processes.folder / "a0/adapter_model.safetensors").stat().st_size
+    assert found.sum("tokenmill_adapter_weights_bytes", adapter="a0") == size
+    assert found.sum("tokenmill_adapter_tokens_total", adapter="a0", kind="completion") > 8
     # Streams, completions and one version of an adapter are alike.
     stream = client.chat.completions.create(**lines[2]["body"], stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == alone["a1 0"]
