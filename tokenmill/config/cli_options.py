@@ -180,8 +180,9 @@ Adapters = Annotated[
     list[str] | None,
     typer.Option(
         "--adapter",
-        metavar="NAME=FOLDER",
-        help="A LoRA adapter of the model, as PEFT saves it. Requests choose it by NAME instead of the model's name. "
+        metavar="NAME=ADAPTER",
+        help="A LoRA adapter of the model, as PEFT saves it: a folder, s3://BUCKET/PREFIX, or a hub name. "
+        "Requests choose it by NAME instead of the model's name. "
         "May be repeated: rows with different adapters are computed together.",
     ),
 ]

@@ -26,7 +26,7 @@ from engine.engine import resolve_device
 from engine.vllm.settings import parse_options
 from schemas.settings.kv_transfer import Role
 from schemas.settings.settings import Engine, GenerationConfig, GpuOptions, Settings
-from tokenmill.errors import UserError
+from tokenmill.errors import ModelError, UserError
 from tokenmill.models import sources
 from tokenmill.output import say
 from workers.model.loaded_model import model_path
@@ -165,7 +165,7 @@ def engine_options(
 ) -> EngineOptions:
     """The engine's options, from a command's options and the settings. `kv_cache_memory`, `kv_offloading_size` and
     `kv_cache_dir_size` in bytes; `speculate`, `engine` and `generation_config`: None is the settings' one;
-    `engine_option`: NAME=VALUE of vLLM, over the settings' ones; `adapter`: NAME=FOLDER of each adapter.
+    `engine_option`: NAME=VALUE of vLLM, over the settings' ones; `adapter`: NAME=ADAPTER of each.
 
     Raises:
         ModelError: there is no such draft model or head.  InvalidOption: vLLM's options can't be set so.
@@ -208,20 +208,24 @@ def engine_options(
         vllm=parse_options(settings.vllm.options | vllm),
         vllm_given=bool(engine_option),
         vllm_python=settings.vllm.python,
-        adapters=_adapters(adapter or ()),
+        adapters=_adapters(adapter or (), settings.model_cache),
         max_loras=max_loras,
     )
 
 
-def _adapters(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Names and folders of adapters. Raises `UserError` where a name is given twice, or a folder is missing."""
+def _adapters(given: Sequence[str], cache: Path) -> tuple[tuple[str, str], ...]:
+    """Names and folders of adapters, which are pulled if needed. Raises `UserError` where a name is given twice, or a
+    folder is missing."""
     named = named_values(given, "--adapter", "polite=adapters/polite")
     if len(named) < len(given):
         raise UserError("--adapter: two adapters have one name; give each a name of its own")
-    for name, folder in named.items():
-        if not Path(folder).expanduser().is_dir():
-            raise UserError(f"--adapter {name}={folder}: there is no such folder")
-    return tuple((name, str(Path(folder).expanduser().resolve())) for name, folder in named.items())
+    found = []
+    for name, source in named.items():
+        try:
+            found.append((name, str(sources.pull_adapter(source, cache, say))))
+        except ModelError as error:
+            raise UserError(f"--adapter {name}={source}: {error}") from error
+    return tuple(found)
 
 
 def named_values(given: Sequence[str], option: str, example: str) -> dict[str, str]:

@@ -33,6 +33,8 @@ PIECE_BYTES: Final = 32 << 20
 MAX_DOWNLOADS: Final = 16
 """Concurrent downloads of pieces: one connection to S3 is far slower than a disk."""
 
+NO_MODEL: Final = "there is no model; give a folder that holds config.json, or a GGUF file"
+
 _MAX_FILES: Final = 2_000
 _MAX_NAME_CHARACTERS: Final = 200
 """Of a name in the cache; file systems allow 255."""
@@ -58,13 +60,18 @@ class PulledModel:
 
 
 def pull(
-    url: str, cache: Path, wanted: Sequence[str], connection: S3Connection, say: Callable[[str], None]
+    url: str,
+    cache: Path,
+    wanted: Sequence[str],
+    connection: S3Connection,
+    say: Callable[[str], None],
+    absent: str = NO_MODEL,
 ) -> PulledModel:
     """Pull the current state of the model into the cache, if it isn't there.
 
     Args:
         url: of a folder, or of one GGUF file.
-        wanted: patterns of the files to pull.
+        wanted: patterns of the files to pull.  absent: the error where there is none of them.
 
     Raises:
         ModelError: there is none, its names can't be used, or the disk is too small.  StoreError: S3 can't be used.
@@ -74,6 +81,8 @@ def pull(
 
     bucket, key = split_url(url)
     files = _files(connection, bucket, key, wanted, url)
+    if not files:
+        raise ModelError(f"{url}: {absent}")
     revision = _revision(files)
     size = sum(file.size for file in files)
     final = _model_folder(cache, bucket, key) / revision
@@ -140,8 +149,6 @@ def _files(connection: S3Connection, bucket: str, key: str, wanted: Sequence[str
         found.append(RemoteFile(entry["Key"], PurePosixPath(*parts), int(entry["Size"]), entry["ETag"]))
         if len(found) > _MAX_FILES:
             raise ModelError(f"{url}: holds more than {_MAX_FILES} files, so it is no model; name its folder")
-    if not found:
-        raise ModelError(f"{url}: there is no model; give a folder that holds config.json, or a GGUF file")
     return sorted(found, key=lambda file: file.path)
 
 

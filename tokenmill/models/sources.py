@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +58,9 @@ DEMO = WheelModel(
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.txt", "*.jinja")
 """The files to pull from a hub repository: never pickles (*.bin, *.pt) and never code (*.py)."""
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""The files of an adapter to pull."""
 
 MODULES_FILE = "modules.json"
 """The file that defines a model's embeddings."""
@@ -124,6 +127,24 @@ def pull(name: str, cache: Path, say: Say) -> ModelSource:
     return pulled
 
 
+def pull_adapter(name: str, cache: Path, say: Say) -> Path:
+    """The folder of an adapter: a folder, s3://BUCKET/PREFIX or a hub name, pulled if it isn't on this machine. Raises
+    `ModelError`."""
+    if name.startswith(bucket_models.SCHEME):
+        return _bucket_files(name, cache, ADAPTER_FILES, say, f"there is no {ADAPTER_FILES[0]}; name its folder").path
+    local = Path(name).expanduser()
+    if local.is_dir():
+        return local.resolve()
+    if local.exists() or not HUB_NAME.fullmatch(name):
+        raise ModelError(f"there is no such folder: {name}; give one, s3://BUCKET/PREFIX, or a hub name (owner/name)")
+    found = _snapshot(name, cache, offline=True)
+    if found is None:
+        say(f"pulling {name} from the model hub")
+        found = _snapshot(name, cache, offline=False)
+    assert found is not None  # only an offline lookup may return None
+    return found.path
+
+
 def cached(cache: Path) -> list[ModelSource]:
     """The models in the cache, by name."""
     names = [DEMO.name]
@@ -136,8 +157,11 @@ def cached(cache: Path) -> list[ModelSource]:
 
 
 def purpose(source: ModelSource) -> str:
-    """The purpose of the model, from its small files: "text", "embeddings", or both; or "scores, labels"."""
+    """The purpose of the model, from its small files: "text", "embeddings", or both; or "scores, labels"; or
+    "adapter"."""
     folder = source.path
+    if (folder / ADAPTER_FILES[0]).is_file():
+        return "adapter"
     try:
         architectures = json.loads((folder / "config.json").read_bytes()).get("architectures") or [""]
         generates = any(str(name).endswith("ForCausalLM") for name in architectures)
@@ -152,18 +176,26 @@ def purpose(source: ModelSource) -> str:
 
 
 def _pull_from_bucket(url: str, cache: Path, say: Say) -> ModelSource:
+    pulled = _bucket_files(url, cache, (*HUB_FILES, "*.gguf"), say, bucket_models.NO_MODEL)
+    if pulled.path.is_dir():
+        _local(url, pulled.path)  # raises for a folder without a model
+    return ModelSource(url, pulled.path, pulled.revision, pulled.size)
+
+
+def _bucket_files(url: str, cache: Path, wanted: Sequence[str], say: Say, absent: str) -> bucket_models.PulledModel:
+    """Pull these files of a bucket's folder; `absent`: the error where there are none. Raises `ModelError`."""
     from pipeline.ports import StoreError
     from tokenmill.root import s3_connection
     from tokenmill.settings import read_settings
 
     try:
         connection = s3_connection(read_settings())
-        pulled = bucket_models.pull(url, cache, (*HUB_FILES, "*.gguf"), connection, say)
+        return bucket_models.pull(url, cache, wanted, connection, say, absent)
     except StoreError as error:
         raise ModelError(f"can't pull {url}: {error}") from error
-    if pulled.path.is_dir():
-        _local(url, pulled.path)  # raises for a folder without a model
-    return ModelSource(url, pulled.path, pulled.revision, pulled.size)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ModelError(f"can't keep {url} in {cache}: {reason}; set TOKENMILL_MODEL_CACHE") from error
 
 
 def _local(name: str, path: Path) -> ModelSource:

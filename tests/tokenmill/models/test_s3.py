@@ -11,9 +11,11 @@ import pytest
 
 from tests.servers.moto import MotoServer
 from tests.waiting import HANG_SECONDS
-from tokenmill.errors import ModelError
+from tokenmill.config.engine_options import engine_options
+from tokenmill.errors import ModelError, UserError
 from tokenmill.models import s3 as bucket_models
-from tokenmill.models.sources import ModelSource, cached, pull
+from tokenmill.models.sources import ModelSource, cached, pull, purpose
+from tokenmill.settings import read_settings
 
 WEIGHTS = bytes(range(256)) * 400
 FILES = {"config.json": b"{}", "model.safetensors": WEIGHTS, "1_Pooling/config.json": b'{"pooling": 1}'}
@@ -45,6 +47,22 @@ def weights(s3_server: MotoServer, unique_name: Callable[[], str], monkeypatch: 
 
 def files_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_given_an_adapter_in_a_bucket_when_it_is_named_then_its_files_are_in_the_cache(
+    weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENMILL_MODEL_CACHE", str(tmp_path))
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": WEIGHTS}
+    url = f"s3://{weights.bucket}/adapters/legal"
+    for name, data in (files | {"adapter_model.bin": b"pickle", "checkpoint-1/adapter_config.json": b"old"}).items():
+        weights.put(f"adapters/legal/{name}", data)
+    options = engine_options(read_settings(), adapter=[f"legal={url}"])
+    ((name, folder),) = options.adapters
+    assert (name, files_in(Path(folder))) == ("legal", files)
+    assert [(source.name, purpose(source)) for source in cached(tmp_path)] == [(url, "adapter")]
+    with pytest.raises(UserError, match=r"--adapter a=s3://.*/nowhere: there is no adapter_config.json"):
+        engine_options(read_settings(), adapter=[f"a=s3://{weights.bucket}/nowhere"])
 
 
 def ignore_message(_message: str) -> None:
