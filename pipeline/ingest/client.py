@@ -1,8 +1,8 @@
 """The sender's side of the ingest sources: submit a file to a watched folder, a bucket or a topic, and compute the id
 of its job.
 
-The id is known at once, because it is derived only from the submitted file or record. File names are new each time, so
-a file that is sent twice is two jobs, and no waiting file is ever replaced.
+The id is known at once, because it is derived only from the submitted file or record. File names have a token, so a
+file that is sent twice with two tokens is two jobs, and no waiting file is ever replaced.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from pipeline.ingest.files.options import format_of, sidecars_of
-from pipeline.ingest.files.source import FileVersion, Inbox
+from pipeline.ingest.files.source import FileVersion, Inbox, TakenMarker, marker_name_prefix, marker_prefix
 from pipeline.jobs.submit import derived_job_id
+from pipeline.ledger.ledger import parse_stored
 from pipeline.planner.ports import InputError
-from pipeline.ports import PipelineError, Randomness
+from pipeline.ports import ObjectStore, PipelineError
 
 if TYPE_CHECKING:
     from pipeline.adapters.kafka.connection import KafkaConnection
@@ -34,20 +35,32 @@ class SubmissionFailed(PipelineError):
     """Raised when a target can't take a submission."""
 
 
-def make_unused_name(source: Path, random: Randomness) -> str:
-    """An unused name for the file: its own, with a random suffix. Raises `InputError` when `source` is no input
-    file."""
+def name_with(token: str, source: Path) -> str:
+    """A name for the file that is unused if the token is new: its own, with that. Raises `InputError` when `source` is
+    no input file."""
     if not source.is_file():
         what = "is a folder; submit its files one by one" if source.is_dir() else "no such file; check the input's path"
         raise InputError(f"{source}: {what}")
     stem = source.stem.lstrip("._") or "input"
-    return f"{stem}-{random.token(5).hex()}{source.suffix.lower()}"
+    return f"{stem}-{token}{source.suffix.lower()}"
 
 
 def derive_file_job_id(inbox: Inbox, file: FileVersion) -> str:
     """The id of the job that the inbox's ingest source will create for the file."""
     pinned = inbox.pin(file, format_of(file.entry.name))
     return derived_job_id(file.modified, inbox.kind, *pinned.identity)
+
+
+def find_sent_file(inbox: Inbox, store: ObjectStore, name: str) -> str | None:
+    """The id of the job of a file that was sent under this name; None: none was. `store`: of the inbox's root."""
+    file = inbox.find(name)
+    if file is not None:
+        return derive_file_job_id(inbox, file)
+    for info in store.list(marker_prefix(inbox.uri("")) + marker_name_prefix(inbox.uri(name))):
+        marker = parse_stored(store.locate(info.key), store.read(info.key), TakenMarker)
+        if marker.job is not None:
+            return marker.job
+    return None
 
 
 def copy_into_folder(inbox: FolderInbox, source: Path, name: str, options: Mapping[str, Any]) -> str:
@@ -62,7 +75,7 @@ def copy_into_folder(inbox: FolderInbox, source: Path, name: str, options: Mappi
         )
     sidecar = target.with_name(sidecars_of(name)[0])
     try:
-        if options:
+        if options and not sidecar.exists():  # a killed sender may have written it
             _publish(sidecar, lambda hidden: hidden.write_bytes(orjson.dumps(dict(options))))
         _publish(target, lambda hidden: shutil.copyfile(source, hidden))
     except OSError as error:

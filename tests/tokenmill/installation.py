@@ -15,9 +15,12 @@ import structlog
 
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
+from pipeline.adapters.s3.client import S3Connection
 from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.dispatcher.controller import JobController, JobControllerSettings
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
+from pipeline.ingest.files.source import FileIngestSource
+from pipeline.inputs.open import open_pinned
 from pipeline.inputs.pinning import pin_input
 from pipeline.jobs.submit import new_job_id, submit
 from pipeline.ledger.ledger import JOBS, JobLedger
@@ -73,13 +76,25 @@ class Installation:
             assert time.monotonic() < until, "the job was not planned"
             time.sleep(0.01)
 
-    def start_dispatcher(self) -> None:
+    def start_ingest(self, source: FileIngestSource) -> None:
+        """Jobs are made of the source's files."""
+
+        def ingest() -> None:
+            while not self.stop.wait(0.1):
+                source.sweep()
+
+        self._start(ingest)
+
+    def start_dispatcher(self, s3: S3Connection | None = None) -> None:
+        """`s3`: reads inputs in buckets."""
         settings = DispatchSettings(isolate=True, sweep_interval_seconds=0.2, tick_interval_seconds=0.01)
         dispatcher = Dispatcher(self.world, self.queue, self.beats, settings=settings)
         controller_settings = JobControllerSettings(
             tick_interval_seconds=0.01, refresh_interval_seconds=0.05, retry_delay_seconds=0.1
         )
-        controller = JobController(self.world, dispatcher, settings=controller_settings)
+        controller = JobController(
+            self.world, dispatcher, lambda pinned: open_pinned(pinned, s3), settings=controller_settings
+        )
         self._start(lambda: controller.run(self.stop))
 
     def start_worker(self, permits: threading.Semaphore | None = None) -> None:

@@ -13,6 +13,7 @@ import pyarrow as pa
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.data.frame import Frame
 from tokenmill.frames.data.kinds import open_frame
+from tokenmill.frames.options import engine_names
 from tokenmill.frames.resident import Model, load_in_turn, name_and_options
 from tokenmill.frames.tasks.task import Answers, Task
 
@@ -26,10 +27,17 @@ _COMMON: Final[Mapping[str, Callable[[pa.Table, list[str | None]], pa.Array]]] =
     "_cached_tokens": lambda results, _: pa.array(results["cached_tokens"].to_pylist(), pa.int32()),
     "_completion_tokens": lambda results, _: pa.array(results["completion_tokens"].to_pylist(), pa.int32()),
     "_key": lambda results, _: pa.array(results["request_key"].to_pylist(), pa.string()),
-    "_reused": lambda results, _: results["reused_from"].is_valid().combine_chunks(),
+    "_reused": lambda results, _: _is_reused(results["reused_from"]),
     "_tries": lambda results, _: pa.array(results["tries"].to_pylist(), pa.int32()),
 }
 """The columns that every task may have, by suffix."""
+
+
+def _is_reused(origins: pa.ChunkedArray) -> pa.Array:
+    """Whether each answer is a former one; null where a column without a type says that it is unknown."""
+    if pa.types.is_null(origins.type):
+        return pa.nulls(len(origins), pa.bool_())
+    return origins.is_valid().combine_chunks()
 
 
 def run_call(
@@ -41,31 +49,31 @@ def run_call(
     output_dir: str | os.PathLike[str] | None,
     reuse: Any,
     dry_run: bool,
-    engine: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> Any:
     """The table with its new columns, or with `dry_run` an estimate. Raises as `tokenmill.map`."""
     if isinstance(data, DeferredCall):
-        return data.take(task, model, engine)
+        return data.take(task, model, options)
     call = TableCall(open_frame(data), task, output_column)
     if dry_run:
-        return call.estimate(model, engine, reuse)
-    return call.frame.with_columns(call.compute(model, output_dir, engine, reuse))
+        return call.estimate(model, options, reuse)
+    return call.frame.with_columns(call.compute(model, output_dir, options, reuse))
 
 
 class DeferredCall:
     """In place of the data of a call: it is checked, and taken to be run later.
 
     Attributes:
-        task, model, engine: of the call.
+        task, model, options: of the call.
     """
 
     task: Task
     model: Model
-    engine: Mapping[str, Any]
+    options: Mapping[str, Any]
 
-    def take(self, task: Task, model: Model, engine: Mapping[str, Any]) -> None:
+    def take(self, task: Task, model: Model, options: Mapping[str, Any]) -> None:
         """Take the call."""
-        self.task, self.model, self.engine = task, model, engine
+        self.task, self.model, self.options = task, model, options
 
 
 class TableCall:
@@ -97,26 +105,44 @@ class TableCall:
         return tuple(self._names.values())
 
     def compute(
-        self, model: Model, output_dir: str | os.PathLike[str] | None, engine: Mapping[str, Any], reuse: Any = None
+        self, model: Model, output_dir: str | os.PathLike[str] | None, options: Mapping[str, Any], reuse: Any = None
     ) -> pa.Table:
-        """The new columns. A table without rows loads nothing. Raises as `tokenmill.map`."""
-        from tokenmill.frames.former import former_results
-        from tokenmill.frames.job import job_folder
+        """The new columns, computed in this process or by an installation, as the options (`RunKeywords`) say. A table
+        without rows loads nothing. Raises as `tokenmill.map`."""
+        from tokenmill.frames.installations.target import installation_of
 
-        job = self._job(model, engine)
+        given = None if output_dir is None else Path(output_dir).expanduser()
+        installation = installation_of(options)
+        if installation is None:
+            return self.columns(*self._answer_here(model, given, options, reuse))
+        from tokenmill.frames.installations.job import answer_there
+
+        return self.columns(*answer_there(self, model, installation, given, reuse))
+
+    def _answer_here(
+        self, model: Model, given: Path | None, options: Mapping[str, Any], reuse: Any
+    ) -> tuple[Answers, pa.Table]:
+        """The job's answers and results, computed in this process."""
+        from tokenmill.frames.folders import job_folder
+        from tokenmill.frames.former import former_results
+        from tokenmill.frames.results import no_results
+
+        job = self._job(model, options)
         if not len(self.frame):
-            return self.columns(job.answers, job.no_results())
-        given = None if output_dir is None else Path(output_dir)
+            return job.answers, no_results(self.task)
         with job_folder(given) as folder, tempfile.TemporaryDirectory() as scratch, load_in_turn(model) as load:
             former = None if reuse is None else former_results(reuse, job.answers, self.column, Path(scratch))
-            results = job.run(folder, former, load)
-        return self.columns(job.answers, results)
+            return job.answers, job.run(folder, former, load)
 
-    def estimate(self, model: Model, engine: Mapping[str, Any], reuse: Any = None) -> TableEstimate:
-        """What `compute` would take. Raises as `tokenmill.map`."""
+    def estimate(self, model: Model, options: Mapping[str, Any], reuse: Any = None) -> TableEstimate:
+        """What `compute` would take in this process. Raises as `tokenmill.map`."""
+        from tokenmill.frames.installations.target import installation_of
+
+        if installation_of(options) is not None:
+            raise InvalidCall("dry_run: an estimate is of this machine; leave out root and url")
         if reuse is not None:
             raise InvalidCall("reuse: an estimate is of all rows; leave out reuse or dry_run")
-        return self._job(model, engine).estimate()
+        return self._job(model, options).estimate()
 
     def columns(self, answers: Answers, results: pa.Table) -> pa.Table:
         """The new columns from the results of all rows."""
@@ -140,11 +166,12 @@ class TableCall:
         texts = {name: text.source for name, text in self.task.texts.items()}
         return CallRecord(url=self.task.url, column=self.column, texts=texts, body=dict(self.task.body))
 
-    def _job(self, model: Model, engine: Mapping[str, Any]) -> TableJob:
+    def _job(self, model: Model, options: Mapping[str, Any]) -> TableJob:
         from tokenmill.frames.job import TableJob, engine_of
 
-        name, options = name_and_options(model, engine)
-        return TableJob(self, name, engine=engine_of(options))
+        engine = {name: value for name, value in options.items() if name in engine_names()}
+        name, engine_options = name_and_options(model, engine)
+        return TableJob(self, name, engine=engine_of(engine_options))
 
     def _free(self) -> str:
         """An output column without a clash."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,18 +15,17 @@ import pyarrow.parquet as pq
 
 from pipeline.jobs.submit import DifferentJob
 from pipeline.planner.segment_sizes import SegmentSizes
-from schemas.jobs.arrow_schemas import RESULT_FIELDS
 from schemas.jobs.inputs import InputRef
 from schemas.jobs.job import JobSettings
-from schemas.requests.errors import RowError
-from schemas.requests.parsing import Body, parse_body
 from tokenmill import output
 from tokenmill.config import job_options
 from tokenmill.config.engine_options import EngineOptions, engine_options
 from tokenmill.config.former import FormerUnusable
 from tokenmill.config.inputs import pin
 from tokenmill.errors import InvalidCall
-from tokenmill.frames.requests import REQUESTS, FieldSharing, line_of, write_into_job
+from tokenmill.frames.folders import write_into_job
+from tokenmill.frames.requests import REQUESTS, FieldSharing, line_of, parse_sample
+from tokenmill.frames.results import in_row_order, result_columns
 from tokenmill.local.estimate import JobDryRuns
 from tokenmill.local.execute import run_with_progress
 from tokenmill.local.pricing import price_of_worker
@@ -40,10 +38,6 @@ from workers.text.chat_options import OWN_CHAT
 
 if TYPE_CHECKING:
     from tokenmill.frames.calls import TableCall
-
-COLUMNS = ("row", "error_code", "error_message", "prompt_tokens", "cached_tokens", "completion_tokens", "request_key",
-           "reused_from", "tries")  # fmt: skip
-"""Of the results, that become columns of every table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +111,17 @@ class TableJob:
             update={"max_tries": judging.max_tries, "answer_check": judging.name}
         )
         self._engine = engine or engine_options(self._settings)
+        if judging.find_reason is not None and self._engine.replicas > 1:
+            raise InvalidCall(
+                "replicas: answers are judged in Python, which is done in this process only; leave out replicas, or "
+                f"what judges ({judging.name})"
+            )
         self._given_model = model
         name, _ = job_options.split_name(model)
         self._body = {"model": name, **self._task.body}
-        sample = self._parsed(self._task.request(dict.fromkeys(self._task.texts, "a")))
+        sample = parse_sample(self._task, self._body, self._wanted.limits)
         self._model = job_options.choose_model(model, self._settings.model_cache)
         self.answers = self._task.answers(model_path(self._model.source.path), sample)
-
-    def _parsed(self, more: Mapping[str, Any]) -> Body:
-        try:
-            return parse_body(self._task.url, {**self._body, **more}, self._wanted.limits)
-        except RowError as error:
-            raise InvalidCall(error.message) from error
 
     def run(self, folder: Path, reuse: Path | None = None, load: Load | None = None) -> pa.Table:
         """The results; see `results`. A job that a killed run left in the folder goes on.
@@ -159,9 +152,11 @@ class TableJob:
         )  # fmt: skip
 
     def results(self, folder: Path) -> pa.Table:
-        """The results of the job in the folder, which has ended: in the rows' order, with `COLUMNS` and those that the
-        answers are made from."""
-        return large(pq.read_table(folder / "results", columns=self.columns)).sort_by("row")
+        """The results of the job in the folder, which has ended: in the rows' order, with the columns that the answers
+        need."""
+        stored = pq.ParquetDataset(folder / "results")
+        names = [name for name in result_columns(self._task) if name in stored.schema.names]
+        return in_row_order(stored.read(columns=names), self._task)
 
     def line(self, row: int, fields: Mapping[str, Any]) -> Any:
         """The line of a row whose request has these fields, as parsed JSON."""
@@ -171,15 +166,6 @@ class TableJob:
     def segment_sizes(self) -> SegmentSizes:
         """The sizes of the segments of its plan."""
         return SegmentSizes.of(self._wanted.plan)
-
-    @property
-    def columns(self) -> list[str]:
-        """Those of the results that become the new columns of the table."""
-        return [*COLUMNS, *self._task.results]
-
-    def no_results(self) -> pa.Table:
-        """The results of a table without rows."""
-        return pa.schema([field for field in RESULT_FIELDS if field.name in self.columns]).empty_table()
 
     def write(self, folder: Path, *, fresh: bool = False) -> Path:
         """Write the requests into a job's folder; see `write_into_job`."""
@@ -241,28 +227,3 @@ def engine_of(keywords: Mapping[str, Any]) -> EngineOptions:
     folder = keywords.get("kv_cache_dir")
     given = {**keywords, "kv_cache_dir": None if folder is None else Path(folder).expanduser()}
     return engine_options(read_settings(), **given)
-
-
-def large(results: pa.Table) -> pa.Table:
-    """The results with offsets of 64 bits: rows are sorted by copying a column whole, and texts or vectors may have
-    more than 2^31 bytes or numbers."""
-    types = {pa.string(): pa.large_string(), pa.list_(pa.float32()): pa.large_list(pa.float32())}
-    return results.cast(pa.schema([field.with_type(types.get(field.type, field.type)) for field in results.schema]))
-
-
-@contextmanager
-def job_folder(given: Path | None) -> Iterator[Path]:
-    """The given folder, or a temporary one. That of a job that is stopped by Ctrl-C is left, so that it can go on."""
-    if given is not None:
-        yield given.expanduser()
-        return
-    folder = Path(tempfile.mkdtemp(prefix="tokenmill-"))
-    is_stopped = False
-    try:
-        yield folder
-    except KeyboardInterrupt:
-        is_stopped = True
-        raise
-    finally:
-        if not is_stopped:
-            shutil.rmtree(folder, ignore_errors=True)

@@ -49,7 +49,7 @@ def map_rows(
     dry_run: bool = False,
     **options: Unpack[MapOptions],
 ) -> Any:
-    """Answer a prompt for each row of a table, with a model in this process.
+    """Answer a prompt for each row of a table, with a model in this process or on an installation.
 
     Args:
         data: a pandas or polars DataFrame, an Arrow table, a DuckDB relation, a `datasets.Dataset`, a list of dicts, or
@@ -58,13 +58,14 @@ def map_rows(
             `{% fields a, b %}` writes columns as lines `NAME: VALUE`, in each row in the order that lets the prompts
             share the longest prefixes.
         model: a folder, a GGUF file, a hub name or `"demo"`, as `tokenmill run --model` takes it, which is loaded for
-            this call; or one that stays loaded (`load_model`). It needs a chat template.
+            this call; one that stays loaded (`load_model`); or the name that an installation has for its own. It needs
+            a chat template.
         output: the form of the answers: `str`, `Literal["yes", "no"]`, a pydantic model, or a JSON schema as a dict.
             It is enforced while the model writes.
         system: the system message, a template likewise.
         output_column: the answers' column, and the beginning of the other new columns' names.
-        output_dir: the job's folder. The same call after a kill goes on there, and computes no committed row again.
-            None: a temporary one.
+        output_dir: the job's folder. The same call after a kill goes on there, and computes no committed row again; on
+            an installation it waits for the same job. None: a temporary one.
         reuse: the `output_dir` of a former call, a Parquet file of its results, or the table that it returned, of any
             kind, with its `output_column`. Rows of which it has an answer to an equal request (the same key) take that,
             and are not computed.
@@ -76,6 +77,9 @@ def map_rows(
         dry_run: compute nothing; return an estimate of tokens, time and cost.
         **options: sampling parameters (`temperature`, `max_tokens`, `seed` and so on), as OpenAI and vLLM name them;
             and the engine's options (`quantize`, `kv_dtype`, `max_num_seqs` and so on), as `tokenmill run` has them.
+            In place of the engine's, an installation that answers: `root`, s3://BUCKET/PREFIX or the folder of
+            `tokenmill serve`, or `url` of its gateway; with options of its job: `tier`, `deadline` ("6h"),
+            `refuse_late`, `max_cost`, `cache`. The call waits for the job's end.
 
     Returns:
         The same kind of table (of a path: an Arrow table), with the rows in their order and these columns added:
@@ -95,7 +99,8 @@ def map_rows(
     Raises:
         InvalidCall: (a `ValueError`) an argument can't be used; nothing was computed.
         UserError: the model can't be found, or the job can't run.
-        KeyboardInterrupt: it was stopped; what is committed stays, and the message says how to go on.
+        KeyboardInterrupt: it was stopped; what is committed stays, and the message says how to go on. The job of an
+            installation goes on.
 
     Example:
         >>> import polars as pl, tokenmill as tm
@@ -104,11 +109,11 @@ def map_rows(
         >>> tm.map(frame, prompt="Is this review good or bad? {{ review }}", model="demo",
         ...        output=Literal["good", "bad"], temperature=0)  # doctest: +SKIP
     """
-    sampling, engine = split_options(options)
+    sampling, run = split_options(options)
     task = chat_task(prompt, system, output, sampling, validate, max_tries)
     return run_call(
         data, task, model, output_column=output_column, output_dir=output_dir, reuse=reuse, dry_run=dry_run,
-        engine=engine,
+        options=run,
     )  # fmt: skip
 
 
@@ -134,10 +139,10 @@ def preview(
 
     if rows < 1:
         raise InvalidCall(f"rows: is {rows}, but must be at least 1")
-    sampling, engine = split_options(options)
+    sampling, run = split_options(options)
     task = chat_task(prompt, system, output, sampling, validate, max_tries)
     call = TableCall(open_frame(data).slice(0, rows), task, output_column)
-    added = call.compute(model, None, engine)
+    added = call.compute(model, None, run)
     console = stdout()
     for row, (request, answers) in enumerate(zip(call.requests.requests(), added.to_pylist(), strict=True)):
         console.print(Text(f"row {row}", style="bold"))

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Required, TypedDict, get_type_hints
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
+from schemas.jobs.job_options import parse_amount
 from schemas.settings.settings import GenerationConfig, check_speculate
 from tokenmill.config.cli_options import Device, DType, KvDType, Quantize
 from tokenmill.errors import InvalidCall
@@ -17,6 +18,12 @@ from tokenmill.frames.tasks.validation import Validate
 
 Positive = Annotated[int, Field(ge=1)]
 Bytes = Annotated[int, Field(ge=0)]
+
+
+def check_amount(given: str) -> str:
+    """An amount of time, which counts from the job's acceptance. Raises `ValueError`."""
+    parse_amount(given)
+    return given
 
 
 class Sampling(TypedDict, total=False):
@@ -63,7 +70,24 @@ class EngineKeywords(TypedDict, total=False):
     concurrency: Positive  # actors that compute a Ray dataset, each with an engine
 
 
-class TableKeywords(EngineKeywords, total=False):
+class InstallationKeywords(TypedDict, total=False):
+    """A running installation that answers the rows in place of this process, by its root or its gateway; and options
+    of its job, see docs/dropping-files.md."""
+
+    root: str | os.PathLike[str] | None
+    url: str | None
+    tier: Literal["standard", "bulk"] | None
+    deadline: Annotated[str, AfterValidator(check_amount)] | None
+    refuse_late: bool
+    max_cost: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+    cache: bool | None
+
+
+class RunKeywords(EngineKeywords, InstallationKeywords, total=False):
+    """How the rows are computed: in this process, or by an installation."""
+
+
+class TableKeywords(RunKeywords, total=False):
     """Those that every call has."""
 
     model: Required[Model]
@@ -117,16 +141,17 @@ class ScoreKeywords(TableKeywords, total=False):
     chat_template: str | os.PathLike[str] | None
 
 
-class MapOptions(Sampling, EngineKeywords, total=False):
+class MapOptions(Sampling, RunKeywords, total=False):
     """The keywords that `tokenmill.map` passes on."""
 
 
-def split_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The sampling parameters, whose values the job checks, and the engine's options, checked. Raises `InvalidCall`."""
+def split_options(given: Mapping[str, Any], kinds: type = RunKeywords) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The sampling parameters, whose values the job checks, and the others, checked. `kinds`: those that the call has.
+    Raises `InvalidCall`."""
     sampling = get_type_hints(Sampling)
     chosen = {name: value for name, value in given.items() if name in sampling}
     rest = {name: value for name, value in given.items() if name not in sampling}
-    return chosen, check_engine(rest, tuple(sampling))
+    return chosen, check_options(rest, tuple(sampling), kinds)
 
 
 def engine_names() -> frozenset[str]:
@@ -134,16 +159,15 @@ def engine_names() -> frozenset[str]:
     return frozenset(get_type_hints(EngineKeywords))
 
 
-def check_engine(given: Mapping[str, Any], others: Sequence[str] = ()) -> dict[str, Any]:
-    """The engine's options, checked. `others`: keywords that the call has besides, for the message. Raises
-    `InvalidCall`."""
-    engine = get_type_hints(EngineKeywords, include_extras=True)
-    known = [*others, *engine]
+def check_options(given: Mapping[str, Any], others: Sequence[str] = (), kinds: type = RunKeywords) -> dict[str, Any]:
+    """The options, checked. `others`: keywords that the call has besides, for the message. Raises `InvalidCall`."""
+    options = get_type_hints(kinds, include_extras=True)
+    known = dict.fromkeys([*others, *options])
     for name, value in given.items():
-        if name not in engine:
+        if name not in options:
             near = difflib.get_close_matches(name, known, n=1)
             raise InvalidCall(f"{name}: is no parameter; " + (f"did you mean {near[0]}?" if near else ", ".join(known)))
-        _check(name, value, engine[name])
+        _check(name, value, options[name])
     return dict(given)
 
 

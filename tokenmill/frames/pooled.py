@@ -13,7 +13,7 @@ from tokenmill.errors import InvalidCall
 from tokenmill.frames.calls import run_call
 from tokenmill.frames.clusters.blocks import runs_where_data_lies
 from tokenmill.frames.mapping import DataT, Dicts, Files
-from tokenmill.frames.options import ClassifyKeywords, EmbedKeywords, EngineKeywords, ScoreKeywords, check_engine
+from tokenmill.frames.options import ClassifyKeywords, EmbedKeywords, RunKeywords, ScoreKeywords, check_options
 from tokenmill.frames.prompts import ColumnText, PromptTemplate, RowText
 from tokenmill.frames.resident import Model
 from tokenmill.frames.tasks.labels import label_task
@@ -45,9 +45,9 @@ def embed(
     output_dir: str | os.PathLike[str] | None = None,
     reuse: Any = None,
     dry_run: bool = False,
-    **options: Unpack[EngineKeywords],
+    **options: Unpack[RunKeywords],
 ) -> Any:
-    """Embed a text of each row of a table, with a model in this process.
+    """Embed a text of each row of a table, with a model in this process or on an installation.
 
     Args:
         data: as `tokenmill.map` takes it.
@@ -58,7 +58,7 @@ def embed(
         prompt_name: which of the model's prompts precedes each text, such as `"query"`. None: the model's default.
         output_column: the vectors' column, and the beginning of the other new columns' names.
         output_dir, reuse, dry_run: as `tokenmill.map` has them.
-        **options: the engine's options, as `tokenmill run` has them.
+        **options: the engine's options, as `tokenmill run` has them; or an installation, as `tokenmill.map` has it.
 
     Returns:
         The same kind of table (of a path: an Arrow table), with the rows in their order and these columns added:
@@ -82,7 +82,7 @@ def embed(
     task = vector_task(_one_text(text, column), dimensions, prompt_name)
     return run_call(
         data, task, model, output_column=output_column, output_dir=output_dir, reuse=reuse, dry_run=dry_run,
-        engine=check_engine(options, tuple(EmbedKeywords.__annotations__)),
+        options=check_options(options, tuple(EmbedKeywords.__annotations__)),
     )  # fmt: skip
 
 
@@ -112,9 +112,9 @@ def classify(
     output_dir: str | os.PathLike[str] | None = None,
     reuse: Any = None,
     dry_run: bool = False,
-    **options: Unpack[EngineKeywords],
+    **options: Unpack[RunKeywords],
 ) -> Any:
-    """Label a text of each row of a table, with a model in this process.
+    """Label a text of each row of a table, with a model in this process or on an installation.
 
     A classifier (`…ForSequenceClassification`) has labels of its own. With `labels`, a model that generates takes them
     as choices: the text is the user's message, which should ask the question, and each label is scored as the answer.
@@ -133,7 +133,7 @@ def classify(
             the row of a longer one fails. Not with `labels`.
         output_column: the labels' column, and the beginning of the other new columns' names.
         output_dir, reuse, dry_run: as `tokenmill.map` has them.
-        **options: the engine's options, as `tokenmill run` has them.
+        **options: the engine's options, as `tokenmill run` has them; or an installation, as `tokenmill.map` has it.
 
     Returns:
         The same kind of table (of a path: an Arrow table), with the rows in their order and these columns added:
@@ -159,7 +159,7 @@ def classify(
     task = label_task(_one_text(text, column), pair, message, labels, _given(body))
     return run_call(
         data, task, model, output_column=output_column, output_dir=output_dir, reuse=reuse, dry_run=dry_run,
-        engine=check_engine(options, tuple(ClassifyKeywords.__annotations__)),
+        options=check_options(options, tuple(ClassifyKeywords.__annotations__)),
     )  # fmt: skip
 
 
@@ -186,9 +186,10 @@ def score(
     output_dir: str | os.PathLike[str] | None = None,
     reuse: Any = None,
     dry_run: bool = False,
-    **options: Unpack[EngineKeywords],
+    **options: Unpack[RunKeywords],
 ) -> Any:
-    """Score how well a document fits a query, in each row of a table, with a reranker in this process.
+    """Score how well a document fits a query, in each row of a table, with a reranker in this process
+    or on an installation.
 
     Args:
         data: as `tokenmill.map` takes it.
@@ -203,7 +204,7 @@ def score(
         chat_template: path of a template for such a reranker's pairs. None: the model's own.
         output_column: the scores' column, and the beginning of the other new columns' names.
         output_dir, reuse, dry_run: as `tokenmill.map` has them. `dry_run` takes no `score_tokens` or `chat_template`.
-        **options: the engine's options, as `tokenmill run` has them.
+        **options: the engine's options, as `tokenmill run` has them; or an installation, as `tokenmill.map` has it.
 
     Returns:
         The same kind of table (of a path: an Arrow table), with the rows in their order and these columns added:
@@ -230,7 +231,7 @@ def score(
     task = score_task(PromptTemplate(query, "query"), PromptTemplate(document, "document"), _given(body), chat)
     return run_call(
         data, task, model, output_column=output_column, output_dir=output_dir, reuse=reuse, dry_run=dry_run,
-        engine=check_engine(options, tuple(ScoreKeywords.__annotations__)),
+        options=check_options(options, tuple(ScoreKeywords.__annotations__)),
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +9,13 @@ from typing import Any, Final
 
 import orjson
 
-from pipeline.adapters.folder.locks import RunLock
+from schemas.requests.errors import RowError
+from schemas.requests.limits import Limits
+from schemas.requests.parsing import Body, parse_body
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.data.frame import Frame
 from tokenmill.frames.field_order import FieldOrder, order_fields, shared_characters
 from tokenmill.frames.prompts import check_columns, field_lines
-from tokenmill.frames.records import CallRecord, write_record
 from tokenmill.frames.tasks.task import Task
 
 REQUESTS: Final = "requests.jsonl"
@@ -112,41 +112,9 @@ def line_of(row: int, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
     return {"custom_id": f"row-{row}", "method": "POST", "url": url, "body": body}
 
 
-def write_into_job(
-    requests: TableRequests, folder: Path, body: Mapping[str, Any], record: CallRecord, *, fresh: bool = False
-) -> Path:
-    """Write the requests into a job's folder, while no run holds it. The same ones are left as they are, so that their
-    bytes needn't be hashed again.
-
-    Args:
-        record: of the call; it is written beside them.
-        fresh: the job in the folder is to be forgotten.
-
-    Raises:
-        InvalidCall: as `TableRequests.write`; or the folder holds a job of other requests.
-        OutputLocked: a run holds the folder.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / REQUESTS
-    with RunLock(folder), tempfile.TemporaryDirectory(prefix=".tokenmill-", dir=folder) as scratch:
-        new = Path(scratch) / REQUESTS
-        requests.write(new, body)
-        is_other = not (path.exists() and _same_bytes(path, new))
-        if is_other and not fresh and (folder / "job.json").exists():
-            raise InvalidCall(
-                f"{folder}: holds a job of other prompts or options; give another folder, or remove this one"
-            )
-        write_record(record, Path(scratch), folder)
-        if is_other:
-            new.replace(path)
-    return path
-
-
-def _same_bytes(one: Path, other: Path) -> bool:
-    if one.stat().st_size != other.stat().st_size:
-        return False
-    with one.open("rb") as left, other.open("rb") as right:
-        while chunk := left.read(1 << 20):
-            if chunk != right.read(1 << 20):
-                return False
-    return True
+def parse_sample(task: Task, body: Mapping[str, Any], limits: Limits) -> Body:
+    """A request of the task, parsed, to check the fields that all have. Raises `InvalidCall`."""
+    try:
+        return parse_body(task.url, {**body, **task.request(dict.fromkeys(task.texts, "a"))}, limits)
+    except RowError as error:
+        raise InvalidCall(error.message) from error

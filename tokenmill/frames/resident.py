@@ -37,9 +37,9 @@ def load_model(model: str, **options: Unpack[EngineKeywords]) -> ResidentModel:
         ...     good = tm.map(frame, prompt="Is this review good? {{ review }}", model=model)
         ...     spam = tm.map(frame, prompt="Is this review spam? {{ review }}", model=model)
     """
-    from tokenmill.frames.options import split_options
+    from tokenmill.frames.options import EngineKeywords, split_options
 
-    sampling, engine = split_options(options)
+    sampling, engine = split_options(options, EngineKeywords)
     if sampling:
         raise InvalidCall(f"{next(iter(sampling))}: is a sampling parameter; give it to map")
     name_and_options(model, engine)

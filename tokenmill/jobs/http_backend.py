@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime, timedelta
@@ -106,29 +105,29 @@ class HttpJobs:
             bad = good if request.errors_to is None else closing.enter_context(_Output(request.errors_to))
             with gateway.stream("GET", f"{path_of(self._job)}/results") as answer:
                 incomplete = answer.headers.get("x-incomplete") == "true"
-                for line in _lines(answer.iter_bytes()):
+                for line in whole_lines(answer.iter_bytes()):
                     failed = _failed(gateway, line)
                     done[failed] += 1
                     (bad if failed else good).write(line)
         return ExportResult(done[0], done[1], f"{self._job}: has not ended; more may come" if incomplete else None)
 
 
-def submit(given: str, url: str, options: Mapping[str, Any], endpoint: str | None) -> NewJob:
-    """Upload the file and make a batch of it. Raises `UserError`."""
+def submit(given: str, url: str, options: Mapping[str, Any], endpoint: str | None, token: str) -> NewJob:
+    """Upload the file and make a batch of it, or find what was made with this token. Raises `UserError`."""
     source = Path(given).expanduser()
     if "://" in given or not source.is_file():
         raise InputUnusable(f"{given}: is no local file; over HTTP a file is sent: JSONL, Parquet, Arrow or CSV")
     chosen = dict(options)
     window = chosen.pop("deadline", DEFAULT_WINDOW)
     with open_gateway(url) as gateway:
-        file = gateway.upload(source)
+        file = gateway.upload(source, f"file-{token}")
         body = {
             "input_file_id": file["id"],
             "endpoint": endpoint or first_url(source) or CHAT,
             "completion_window": window,
             "tokenmill": chosen,
         }
-        batch = gateway.post("/v1/batches", body, key=f"batch-{uuid.uuid4().hex}")
+        batch = gateway.post("/v1/batches", body, key=f"batch-{token}")
         location = f"{gateway.url}/v1/files/{file['id']}"
     document = {"job": batch["id"], "submitted": location, "root": None}
     return NewJob(batch["id"], document, [f"{location}: submitted"], HttpJobs(url, batch["id"]).watch)
@@ -196,7 +195,7 @@ def _umask() -> int:
     return mask
 
 
-def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
+def whole_lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
     """Complete lines. Raises `UserError` for text after the last newline, where the response was cut off."""
     rest = b""
     for piece in pieces:

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -71,8 +70,8 @@ class GatewayClient:
         """
         return self._document("POST", path, json=body, headers={} if key is None else {"Idempotency-Key": key})
 
-    def upload(self, path: Path) -> Json:
-        """Upload a file of requests. Raises `UserError`."""
+    def upload(self, path: Path, key: str) -> Json:
+        """Upload a file of requests, once for each idempotency key. Raises `UserError`."""
         try:
             stream = path.open("rb")
         except OSError as error:
@@ -83,7 +82,7 @@ class GatewayClient:
                 stream.seek(0)
                 return {"files": {"file": (path.name, stream)}, "data": {"purpose": "batch"}}
 
-            headers = {"Idempotency-Key": f"file-{uuid.uuid4().hex}"}
+            headers = {"Idempotency-Key": key}
             answer = self._send("POST", "/v1/files", make_body, headers=headers, stream=False, times=UPLOAD_TIMES)
             return self._read(answer)
 

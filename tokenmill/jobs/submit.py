@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,8 +40,14 @@ class Submission:
     marker: str | None = None
 
 
-def submit(given: str, target: str, options: Mapping[str, Any], endpoint: str | None) -> NewJob:
+def submit(
+    given: str, target: str, options: Mapping[str, Any], endpoint: str | None, token: str | None = None
+) -> NewJob:
     """Send the input to the target: a gateway, a topic, or the incoming folder of a root.
+
+    Args:
+        token: letters and digits; what was sent to a gateway or root with the same ones is found, and not sent again.
+            None: this is a new submission.
 
     Raises:
         UserError: a target that can't be used.  PipelineError: it can't be sent.
@@ -48,16 +55,16 @@ def submit(given: str, target: str, options: Mapping[str, Any], endpoint: str | 
     if target.startswith(GATEWAYS):
         from tokenmill.jobs import http_backend
 
-        return http_backend.submit(given, target, options, endpoint)
+        return http_backend.submit(given, target, options, endpoint, token or secrets.token_hex(10))
     if endpoint is not None:
         raise UserError("--endpoint is for gateways; elsewhere each line says its own")
     settings = read_settings()
-    sent = _send(given, target, options, settings)
+    sent = _send(given, target, options, settings, token)
     document = {"job": sent.job, "submitted": sent.url, "root": sent.root}
     return NewJob(sent.job, document, [f"{sent.url}: submitted"], partial(_follow, sent, settings, document))
 
 
-def _send(given: str, target: str, options: Mapping[str, Any], settings: Settings) -> Submission:
+def _send(given: str, target: str, options: Mapping[str, Any], settings: Settings, token: str | None) -> Submission:
     if target.startswith(KAFKA):
         return _to_topic(given, target, options, settings)
     if "://" in target and not target.startswith(S3):
@@ -67,15 +74,15 @@ def _send(given: str, target: str, options: Mapping[str, Any], settings: Setting
     if "://" in given:
         raise UserError(f"{given}: only a local file can be dropped; name an object with --to kafka://HOST/TOPIC")
     source = Path(given).expanduser()
-    return (
-        _to_bucket(source, target, options, settings) if target.startswith(S3) else _to_folder(source, target, options)
-    )
+    if target.startswith(S3):
+        return _to_bucket(source, target, options, settings, token)
+    return _to_folder(source, target, options, token)
 
 
-def _to_folder(source: Path, target: str, options: Mapping[str, Any]) -> Submission:
+def _to_folder(source: Path, target: str, options: Mapping[str, Any], token: str | None) -> Submission:
     from pipeline.adapters.folder.store import FolderStore
-    from pipeline.adapters.system_clock import SystemClock, SystemRandomness
-    from pipeline.ingest.client import copy_into_folder, make_unused_name
+    from pipeline.adapters.system_clock import SystemClock
+    from pipeline.ingest.client import copy_into_folder, find_sent_file, name_with
     from pipeline.ingest.files.folder_inbox import FolderInbox
     from pipeline.ingest.files.options import format_of
     from pipeline.ingest.files.source import marker_name_prefix, marker_prefix
@@ -83,30 +90,39 @@ def _to_folder(source: Path, target: str, options: Mapping[str, Any]) -> Submiss
     root = Path(target).expanduser()
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; give the one that 'tokenmill serve --data' has")
-    name = make_unused_name(source, SystemRandomness())
+    name = name_with(token or _new_token(), source)
     format_of(name)
     with FolderStore(root, read_only=True) as store:
         inbox = FolderInbox(store, SystemClock(), settle=0.0)
-        job = copy_into_folder(inbox, source, name, options)
+        sent = None if token is None else find_sent_file(inbox, store, name)
+        job = sent or copy_into_folder(inbox, source, name, options)
         marker = marker_prefix(inbox.uri("")) + marker_name_prefix(inbox.uri(name))
         return Submission(job, inbox.uri(name), str(store.root), marker)
 
 
-def _to_bucket(source: Path, target: str, options: Mapping[str, Any], settings: Settings) -> Submission:
+def _to_bucket(
+    source: Path, target: str, options: Mapping[str, Any], settings: Settings, token: str | None
+) -> Submission:
     from pipeline.adapters.s3.url import join_url, split_url
-    from pipeline.adapters.system_clock import SystemRandomness
-    from pipeline.ingest.client import make_unused_name, upload_to_bucket
+    from pipeline.ingest.client import find_sent_file, name_with, upload_to_bucket
     from pipeline.ingest.files.folder_inbox import INCOMING
     from pipeline.ingest.files.options import format_of
+    from pipeline.ingest.files.s3_inbox import BucketInbox
     from pipeline.ingest.files.source import marker_name_prefix, marker_prefix
-    from tokenmill.root import s3_connection
+    from tokenmill.root import open_root, s3_connection
 
     bucket, prefix = split_url(target)
     above = prefix.rstrip("/") + "/" if prefix.rstrip("/") else ""
-    name = make_unused_name(source, SystemRandomness())
+    name = name_with(token or _new_token(), source)
     format_of(name)
-    incoming = f"{above}{INCOMING}"
-    url, job = upload_to_bucket(s3_connection(settings), bucket, incoming, source, name, options)
+    incoming, connection = f"{above}{INCOMING}", s3_connection(settings)
+    inbox = BucketInbox(connection, bucket, incoming)
+    url, job = inbox.uri(name), None
+    if token is not None:
+        with open_root(target, settings, read_only=True) as root:
+            job = find_sent_file(inbox, root.world.store, name)
+    if job is None:
+        url, job = upload_to_bucket(connection, bucket, incoming, source, name, options)
     return Submission(job, url, target, marker_prefix(join_url(bucket, incoming)) + marker_name_prefix(url))
 
 
@@ -133,6 +149,18 @@ def _to_topic(given: str, target: str, options: Mapping[str, Any], settings: Set
         connection, topic, uri, options, epoch=settings.kafka.epoch, idempotence=settings.kafka.idempotence
     )
     return Submission(job, f"{KAFKA}{','.join(brokers)}/{position}", settings.root)
+
+
+def is_job_in_root(root_url: str, job: str) -> bool:
+    """Whether the root holds the job yet: its file may wait to be taken in. Raises `StoreError`."""
+    from tokenmill.root import open_root
+
+    with open_root(root_url, read_settings(), read_only=True) as root:
+        return root.ledger(job).find_job() is not None
+
+
+def _new_token() -> str:
+    return secrets.token_hex(5)
 
 
 def _follow(sent: Submission, settings: Settings, document: dict[str, Any]) -> JobEnd:

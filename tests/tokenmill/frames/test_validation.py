@@ -23,7 +23,7 @@ import tokenmill as tm
 from tests.tokenmill.chaos.watching import digests, parts
 from tests.tokenmill.command_processes import ROOT
 from tests.waiting import wait_for
-from tokenmill.errors import InvalidCall, UserError
+from tokenmill.errors import InvalidCall
 from tokenmill.frames.answers import answer_form
 from tokenmill.frames.clusters.blocks import BlockMapper
 from tokenmill.frames.data.kinds import open_frame
@@ -70,8 +70,9 @@ def test_given_a_function_when_it_refuses_answers_then_rows_are_asked_again_and_
     again = {"prompt": "{{ item }}?", "model": model, "output": Choice, "max_tokens": 9, "output_dir": folder / "job"}
     with pytest.raises(InvalidCall, match="max_tries was 2, now 3"):
         tm.map(FRAME, **again, validate=validate, max_tries=3)
-    with pytest.raises(UserError, match="in this process only; leave out replicas"):
-        tm.map(FRAME, prompt="{{ item }}?", model=model, validate=validate, replicas=2)
+    with pytest.raises(InvalidCall, match="in this process only; leave out replicas"):
+        tm.map(FRAME, prompt="{{ item }}?", model=model, validate=validate, replicas=2, output_dir=folder / "many")
+    assert not (folder / "many").exists()
 
 
 @pytest.mark.slow

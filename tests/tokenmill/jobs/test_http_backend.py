@@ -106,7 +106,7 @@ def test_an_upload_may_take_longer_to_be_answered_than_anything_else(
     monkeypatch.setattr(over_http, "TIMES", httpx2.Timeout(0.5))
     with FaultyHttp(harness.url) as proxy, GatewayClient(proxy.endpoint, sleep=lambda _: None) as gateway:
         late = proxy.add("late", seconds=1.5)
-        file = gateway.upload(source)
+        file = gateway.upload(source, "key")
         assert (file["object"], late.hits) == ("file", 1)
         with pytest.raises(UserError, match="can't be reached"):
             gateway.get("/v1/files")
@@ -221,7 +221,7 @@ def test_requests_to_a_busy_gateway_are_retried_and_a_lost_upload_is_one_file(
         assert gateway.get("/v1/models")["data"]
         assert len(waited) == 2
         faulty.faults.append(Fault("lost", method="POST", path="/v1/files", times=2))
-        gateway.upload(source)
+        gateway.upload(source, "key")
     with harness.http() as http:
         assert len(http.get("/v1/files").json()["data"]) == 1, "the same upload again is the same file"
 

@@ -58,6 +58,11 @@ def check_call(function: Call, columns: pa.Schema, keywords: Mapping[str, Any]) 
     call."""
     if isinstance(keywords.get("model"), ResidentModel):
         raise InvalidCall("model: each process loads its own; give the model's name")
+    for name in ("root", "url"):
+        if keywords.get(name) is not None:
+            raise InvalidCall(
+                f"{name}: this table is computed where it lies; give one of this process to an installation"
+            )
     if keywords.get("dry_run"):
         raise InvalidCall("dry_run: can't estimate a table that lies on a cluster; estimate a sample of it")
     if not isinstance(keywords.get("reuse"), str | os.PathLike | None):

@@ -15,7 +15,7 @@ from pipeline.adapters.folder.store import FolderStore
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.data.frame import Frame
 from tokenmill.frames.data.kinds import open_frame
-from tokenmill.frames.options import EngineKeywords, check_engine
+from tokenmill.frames.options import EngineKeywords, check_options
 from tokenmill.frames.pipelines.bound import BoundStep, bind
 from tokenmill.frames.pipelines.record import check_same, read_pipeline, record_of, write_pipeline
 from tokenmill.frames.pipelines.rows import PipelineRows, StepColumns
@@ -62,7 +62,7 @@ def pipeline(
         >>> print(answered.plan(frame))  # doctest: +SKIP
         >>> frame = answered.run(frame, output_dir="answered")  # doctest: +SKIP
     """
-    return Pipeline(steps, model, check_engine(options))
+    return Pipeline(steps, model, check_options(options, kinds=EngineKeywords))
 
 
 class Pipeline:
@@ -108,7 +108,7 @@ class Pipeline:
         Raises:
             As `tokenmill.map`.
         """
-        from tokenmill.frames.job import job_folder
+        from tokenmill.frames.folders import job_folder
 
         frame, steps = self._bound(data)
         jobs = [StepColumns(one, self._job(one)) for one in steps]

@@ -28,10 +28,11 @@ from schemas.requests.errors import RowError, RowErrorCode
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.data.frame import BATCH_ROWS, Frame
 from tokenmill.frames.data.kinds import DictsFrame
-from tokenmill.frames.job import TableJob, large
+from tokenmill.frames.job import TableJob
 from tokenmill.frames.pipelines.bound import BoundStep
 from tokenmill.frames.pipelines.step_jobs import OpenSteps
 from tokenmill.frames.requests import TableRequests
+from tokenmill.frames.results import large, no_results, result_columns
 
 POLL_SECONDS: Final = 0.02
 CACHED_SEGMENTS: Final = 4
@@ -58,7 +59,7 @@ class StepColumns:
         Args:
             parts: that have their results.
         """
-        none = self.job.no_results()
+        none = no_results(self.bound.call.task)
         tables = [none, *(self._part(ledger, number) for number in parts)]
         results = pa.concat_tables([large(table.select(none.column_names)) for table in tables])
         at = np.full(rows, -1, dtype=np.int64)
@@ -76,11 +77,11 @@ class StepColumns:
 
     def nothing(self) -> pa.Table:
         """The columns of a table without rows."""
-        return self.bound.call.columns_of(self.job.answers, self.job.no_results())
+        return self.bound.call.columns_of(self.job.answers, no_results(self.bound.call.task))
 
     def _part(self, ledger: JobLedger, number: int) -> pa.Table:
         with ledger.store.open(ledger.prefix + part_key(number)) as stream:
-            return pq.ParquetFile(stream).read(self.job.columns, use_threads=False)
+            return pq.ParquetFile(stream).read(result_columns(self.bound.call.task), use_threads=False)
 
 
 class PipelineRows:

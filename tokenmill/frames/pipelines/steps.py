@@ -11,6 +11,7 @@ from typing import Any, Final
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.calls import DeferredCall
 from tokenmill.frames.mapping import map_rows
+from tokenmill.frames.options import engine_names
 from tokenmill.frames.resident import Model
 from tokenmill.frames.tasks.task import Task
 
@@ -85,7 +86,9 @@ def step(column: str, function: Callable[..., Any] = map_rows, /, **arguments: A
         raise InvalidCall(f"step {column!r}: {error}") from error
     if not hasattr(taken, "task"):
         raise InvalidCall(f"step {column!r}: its function must be tokenmill.map, embed, classify or score")
-    return Step(column, taken.task, arguments.get("model"), taken.engine)
+    for name in taken.options.keys() - engine_names():
+        raise InvalidCall(f"step {column!r}: {name}: a pipeline runs in this process; leave it out")
+    return Step(column, taken.task, arguments.get("model"), taken.options)
 
 
 def filter_rows(condition: str | Condition) -> Filter:

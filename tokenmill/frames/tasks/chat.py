@@ -39,7 +39,7 @@ def chat_task(
 
     return Task(
         CHAT_URL, texts, messages_of, {**form.body, **sampling}, SUFFIXES, ("text", "finish_reason"), answers,
-        ordered="prompt", judging=judging(form, validate, max_tries),
+        lambda _: ChatAnswers(form), ordered="prompt", judging=judging(form, validate, max_tries),
     )  # fmt: skip
 
 

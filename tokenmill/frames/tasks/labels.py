@@ -36,14 +36,17 @@ def label_task(
         if system is not None:
             raise InvalidCall("system: a classifier reads no system message; leave it out, or give labels")
         texts = {"text": text} if text_pair is None else {"text": text, "text_pair": text_pair}
-        return Task(CLASSIFY_URL, texts, _input_of, body, SUFFIXES, results, _of_classifier)
+        return Task(CLASSIFY_URL, texts, _input_of, body, SUFFIXES, results, _of_classifier, _of_results)
     if text_pair is not None:
         raise InvalidCall("text_pair: a model that generates reads one text; write both into text, or leave out labels")
     if isinstance(labels, str) or not all(isinstance(label, str) for label in labels) or not labels:
         raise InvalidCall("labels: must be a list of texts with at least one")
     texts = {"text": text} if system is None else {"system": system, "text": text}
     body = {**body, "choices": list(labels)}
-    return Task(CLASSIFY_URL, texts, messages_of, body, SUFFIXES, results, _of_choices, ordered="text")
+    return Task(
+        CLASSIFY_URL, texts, messages_of, body, SUFFIXES, results, _of_choices, lambda _: LabelAnswers(tuple(labels)),
+        ordered="text",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,9 @@ class LabelAnswers:
 
     def columns(self, results: pa.Table, errors: list[str | None]) -> dict[str, pa.Array]:
         """The most probable label as an enum, its probability, and those of all labels as a struct."""
+        if not self.labels:  # unknown, as no row has one
+            empty = pa.nulls(len(errors), pa.dictionary(pa.int32(), pa.string()))
+            return {"": empty, PROBABILITY: pa.nulls(len(errors), pa.float64()), PROBABILITIES: pa.nulls(len(errors))}
         failed = np.array([error is not None for error in errors], dtype=np.bool_)
         probabilities = np.zeros((len(errors), len(self.labels)))
         for row, response in enumerate(results["response"].to_pylist()):
@@ -97,6 +103,20 @@ def _of_classifier(path: Path, _body: Body) -> LabelAnswers:
     if len(set(settings.labels)) < len(settings.labels):
         raise InvalidCall(f"model: {path} has two labels with one name; name each in id2label of its config.json")
     return LabelAnswers(settings.labels)
+
+
+def _of_results(results: pa.Table) -> LabelAnswers:
+    """The labels of a classifier, from its answers: each names the most probable one only, so another is called by its
+    number, as transformers does it."""
+    names: dict[int, str] = {}
+    count = 0
+    for response in results["response"].drop_null().to_pylist():
+        (answer,) = orjson.loads(response)["data"]
+        names[int(np.argmax(answer["probs"]))], count = answer["label"], answer["num_classes"]
+    labels = tuple(names.get(number, f"LABEL_{number}") for number in range(count))
+    if len(set(labels)) < len(labels):
+        raise InvalidCall("model: has two labels with one name; name each in id2label of its config.json")
+    return LabelAnswers(labels)
 
 
 def _of_choices(path: Path, body: Body) -> LabelAnswers:

@@ -30,8 +30,9 @@ def score_task(query: RowText, document: RowText, body: Mapping[str, Any], chat:
         return ScoreAnswers()
 
     return Task(
-        SCORE_URL, {"query": query, "document": document}, _sides_of, body, SUFFIXES, ("response",), answers, chat=chat
-    )
+        SCORE_URL, {"query": query, "document": document}, _sides_of, body, SUFFIXES, ("response",), answers,
+        lambda _: ScoreAnswers(), chat=chat,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

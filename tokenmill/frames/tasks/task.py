@@ -69,6 +69,7 @@ class Task:
         results: columns of the results that the answers are made from.
         answers: makes the answers' columns for the model at a path, and takes a parsed request. Raises `InvalidCall` if
             the model can't give such answers.
+        answers_from: makes them from the results alone, for a model whose files are elsewhere.
         ordered: the text that may have `{% fields %}`; None: none may.
         chat: replaces the model's own template; None: it doesn't.
         judging: how answers are judged before their rows end.
@@ -81,6 +82,7 @@ class Task:
     suffixes: tuple[str, ...]
     results: tuple[str, ...]
     answers: Callable[[Path, Body], Answers]
+    answers_from: Callable[[pa.Table], Answers]
     ordered: str | None = None
     chat: ChatOptions | None = field(default=None)
     judging: Judging = NO_JUDGING

@@ -28,20 +28,20 @@ def vector_task(text: RowText, dimensions: int | None, prompt_name: str | None) 
     body = {name: value for name, value in given.items() if value is not None}
     return Task(
         EMBEDDINGS_URL, {"text": text}, lambda texts: {"input": texts["text"]}, body, SUFFIXES, ("embedding",),
-        _answers,
+        _answers, lambda results: VectorAnswers(_size_of(results) if dimensions is None else dimensions),
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class VectorAnswers:
-    """Vectors of one size, float32; see `Answers`."""
+    """Vectors of one size, float32; see `Answers`. `size` None: unknown, as there is no vector."""
 
-    size: int
+    size: int | None
     former: tuple[str, ...] = ("",)
 
     def columns(self, results: pa.Table, errors: list[str | None]) -> dict[str, pa.Array]:
-        """The vectors as a fixed-size list [rows, size]."""
-        vectors = results["embedding"].cast(pa.list_(pa.float32(), self.size))
+        """The vectors as a fixed-size list [rows, size]; as a list of any size if that is unknown."""
+        vectors = results["embedding"].cast(pa.list_(pa.float32(), -1 if self.size is None else self.size))
         return {"": vectors.combine_chunks() if vectors.num_chunks else pa.array([], vectors.type)}
 
     def former_answer(self, cells: Mapping[str, Any]) -> FormerAnswer | None:
@@ -54,6 +54,12 @@ class VectorAnswers:
             return None
         data = [{"object": "embedding", "index": 0, "embedding": vector.tolist()}]
         return FormerAnswer({"object": "list", "data": data}, embedding=vector.tolist())
+
+
+def _size_of(results: pa.Table) -> int | None:
+    """The size of the first vector."""
+    vectors = results["embedding"].drop_null()
+    return len(vectors[0]) if len(vectors) else None
 
 
 def _answers(path: Path, body: Body) -> VectorAnswers:
