@@ -48,6 +48,8 @@ SELDOM = {
     "tokenmill_kv_fetch_seconds_total",
     "tokenmill_kv_transfer_bytes_total",
     "tokenmill_kv_transfers_failed_total",
+    # Without --adapter:
+    "tokenmill_adapter_requests_total", "tokenmill_adapter_tokens_total", "tokenmill_adapter_weights_bytes",
     # Without --content-policy:
     "tokenmill_judged_texts_total",
     "tokenmill_content_policy_failures_total",
