@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from engine.adapters.loader import AdapterLoader, load_adapters
+from engine.adapters.merged import AdapterMerger
+from engine.adapters.places import AdapterPlaces
 from engine.attention import (
     AttentionBackend,
     KVLayout,
@@ -259,12 +261,14 @@ class Engine:
         second_tier: SecondTier | None = None,
         identity: str | None = None,
         adapters: AdapterLoader | None = None,
+        places: AdapterPlaces | None = None,
     ) -> None:
         """`attention_name`: of the backend in use, with the instruction set of native kernels. `make_proposer`: creates
         the proposer, where the settings enable one other than n-grams. `weight_bytes`: of the weights, by their form,
         where the model reports them. `device`: that computes the steps; None: the CPU. `routed`: the model, where it
         may count the rows of its experts. `second_tier`: of the prefix cache. `identity`: of its blocks, where other
-        engines may use them (`engine.runner.second_tier.block_identity`). `adapters`: of the model."""
+        engines may use them (`engine.runner.second_tier.block_identity`). `adapters`: that are loaded.
+        `places`: of adapters."""
         self.config = config
         self.spec = spec
         self.max_model_len = max_model_len
@@ -273,7 +277,6 @@ class Engine:
         self.weight_bytes = dict(weight_bytes or {})
         self._routed = routed
         self._adapters = adapters
-        places = None if adapters is None else adapters.make_places()
         self.scheduler = Scheduler(
             config.schedule,
             groups,
@@ -350,9 +353,10 @@ class Engine:
         native = native_library(config, dtype, device)
         builder = decoder_builder(config, native, dtype, device)
         load = partial(load_model, dtype=dtype, device=device, builder=builder, own_models=config.own_models)
-        model = load(path, max_positions=config.max_model_len)
+        merger = AdapterMerger(config.lora, config.quantize, dtype) if config.lora.merge else None
+        model = load(path, max_positions=config.max_model_len, change=merger)
         spec = model.spec
-        adapters = load_adapters(config.lora, model)
+        adapters = None if merger is not None else load_adapters(config.lora, model)
         limit = spec.context(config.max_model_len)
         kv_dtype = _cache_dtype(config, config_kv_dtype(path), native is not None, device)
         draft = load_draft(config.speculation, spec, limit, load)
@@ -421,6 +425,7 @@ class Engine:
             weight_bytes=model.weight_bytes() if isinstance(model, WeighedModel) else None, device=device,
             routed=model if isinstance(model, RoutedModel) else None, second_tier=second_tier,
             identity=identity, adapters=adapters,
+            places=None if (named := merger or adapters) is None else named.make_places(),
         )  # fmt: skip
 
     @classmethod

@@ -43,8 +43,14 @@ class LowRank(NamedTuple):
     b: Tensor
 
 
-class _Part(NamedTuple):
-    """A module of an adapter: its place in a product, and its tensors."""
+class AdapterPart(NamedTuple):
+    """A module of an adapter.
+
+    Attributes:
+        target: its place in a product.
+        factor: of B A.
+        a, b: names of its tensors.
+    """
 
     target: Target
     factor: float
@@ -65,7 +71,7 @@ class Adapter:
 
     name: str
     digest: bytes
-    parts: Mapping[tuple[int, Product], tuple[_Part, ...]]
+    parts: Mapping[tuple[int, Product], tuple[AdapterPart, ...]]
     _weights: SafetensorsCheckpoint
     _decoder: DecoderSpec
 
@@ -98,12 +104,18 @@ class Adapter:
         at = 0
         for part in parts:
             ranks = slice(at, at + part.rank)
-            a[ranks] = self._weights.floats(part.a)  # mapped when it was opened: a file put in its place is not read
+            of_a, of_b = self.matrices(part)
+            a[ranks] = of_a
             rows = slice(part.target.first, part.target.first + part.target.rows)
-            b[rows, ranks] = self._weights.floats(part.b).float() * part.factor
+            b[rows, ranks] = of_b * part.factor
             at += part.rank
         order = qkv_order(self._decoder, layer) if product == "qkv" else None
         return LowRank(a, b if order is None else b[order])
+
+    def matrices(self, part: AdapterPart) -> tuple[Tensor, Tensor]:
+        """Read A [rank, columns] and B [rows, rank] of a part, both float32, without the factor."""
+        # mapped when it was opened: a file put in its place is not read
+        return self._weights.floats(part.a).float(), self._weights.floats(part.b).float()
 
     def _rows(self, product: Product, layer: int) -> int:
         spec = self._decoder
@@ -135,7 +147,7 @@ def open_adapter(name: str, folder: Path, decoder: DecoderSpec) -> Adapter:
         stored.setdefault(module, {})[matrix] = tensor
     if not stored:
         raise CorruptWeights(f"{file} holds no tensors")
-    parts: dict[tuple[int, Product], list[_Part]] = {}
+    parts: dict[tuple[int, Product], list[AdapterPart]] = {}
     for module, matrices in stored.items():
         part = _check(file, module, matrices, weights, settings, targets)
         beside = parts.setdefault((part.target.layer, part.target.product), [])
@@ -178,9 +190,9 @@ def _parse(file: Path, tensor: str) -> tuple[str, str]:
 def _check(
     file: Path, module: str, matrices: Mapping[str, str], weights: SafetensorsCheckpoint, settings: LoraSettings,
     targets: Mapping[str, Target],
-) -> _Part:  # fmt: skip
+) -> AdapterPart:  # fmt: skip
     """Check a module's tensors against its settings and the model."""
-    target = _find(module, targets)
+    target = find_target(module, targets)
     if target is None:
         known = ", ".join(sorted({name.rpartition(".")[2] for name in targets}))
         raise UnsupportedModel(
@@ -200,10 +212,11 @@ def _check(
             )
         weights.check_float(tensor)
     assert 1 <= rank <= MAX_RANK
-    return _Part(target, settings.factor(module), rank, a, b)
+    return AdapterPart(target, settings.factor(module), rank, a, b)
 
 
-def _find(module: str, targets: Mapping[str, Target]) -> Target | None:
+def find_target(module: str, targets: Mapping[str, Target]) -> Target | None:
+    """Return the target of a module by its full name in a checkpoint; None: it is none."""
     for prefix in _LAYERS:
         if module.startswith(prefix) and (target := targets.get(module[len(prefix) :])) is not None:
             return target

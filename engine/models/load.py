@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -58,6 +59,7 @@ def load_model(
     max_positions: int | None = None,
     builder: DecoderBuilder | None = None,
     own_models: bool = True,
+    change: Callable[[WeightSource, DecoderSpec], WeightSource] | None = None,
 ) -> CausalModel:
     """Load a model, ready to compute.
 
@@ -68,6 +70,7 @@ def load_model(
             frequencies can't follow each sequence's length are accepted only below their original context.
         builder: of a fused decoder's parts, or of the quantized layers of another model; None: torch's operators.
         own_models: see `EngineConfig`.
+        change: returns the weights to load in the place of the checkpoint's.
 
     Raises:
         ModelNotFound: there is no model.  UnsupportedModel: it is not supported; names the reason.
@@ -77,12 +80,15 @@ def load_model(
     try:
         config, decoder, source = _open(path, own_models=own_models)
         if decoder is None:
+            if change is not None:
+                raise UnsupportedModel(f"the weights of {path} can't be changed: transformers' code computes it")
             return load_transformers_model(
                 path, config, dtype, device, folder_end_tokens(path, config), max_positions, builder or TorchBuilder()
             )
+        weights = source or _folder_weights(path, decoder)
         return build_decoder(
             decoder,
-            source or _folder_weights(path, decoder),
+            weights if change is None else change(weights, decoder),
             dtype=dtype,
             device=device,
             positions=max_positions,

@@ -24,6 +24,8 @@ from engine import (
 from engine.config import LoraConfig
 from engine.errors import EngineError, RequestRefused, UnsupportedModel
 from engine.native.shapes import ShapeTable
+from engine.quant.quantize import write_quantized
+from engine.quant.writing import Scheme
 from engine.scheduler.resume import ANSWERED
 from tests.engine.oracle import Answer, check_equal, greedy_answer, make_prompts, tokens_of
 
@@ -214,6 +216,48 @@ def test_adapters_that_lost_their_place_are_not_read_again(work: Work) -> None:
 
     assert loads(1 << 30) == 4  # a3 is the largest: it was loaded first
     assert loads(0) == 10
+
+
+@pytest.mark.parametrize(("family", "attention"), [("llama", "auto"), ("llama", "paged-sdpa"), ("phi3", "auto")])
+def test_a_merged_adapter_is_a_part_of_the_weights(
+    family: str, attention: str, tiny_model: TinyModel, adapters: ModuleType, tmp_path: Path
+) -> None:
+    work = Work(tiny_model(family), adapters, tmp_path, (*adapters.ALL, "qkv_proj", "gate_up_proj"))
+    for name in ("a1", "a2"):
+        lora = LoraConfig(((name, str(work.folders[int(name[1])])),), merge=True)
+        engine = work.engine(lora=lora, attention=attention)
+        ours = [i for i, named in enumerate(work.names) if named == name]
+        done = {one.request_id: one for one in engine.run([work.requests()[i] for i in ours])}
+        assert check_equal([work.want[i] for i in ours], [done[str(i)] for i in ours]) < 2
+        engine.scheduler.check_integrity()
+        assert engine.adapters.keys() == {name}
+        with pytest.raises(RequestRefused, match=f"{name!r} is merged into the model; name it"):
+            engine.add(Request("r", as_token_ids([5, 6, 7])))
+
+
+def test_an_adapter_is_merged_only_where_the_sum_is_exact(
+    work: Work, tiny_model: TinyModel, adapters: ModuleType, tmp_path: Path
+) -> None:
+    a0 = ("a0", str(work.folders[0]))
+    merged = LoraConfig((a0,), merge=True)
+    with pytest.raises(EngineError, match="a0 can't be merged into bfloat16 weights: the sum would be rounded"):
+        work.engine(lora=merged, dtype="bfloat16")
+    with pytest.raises(EngineError, match="into int4 weights"):
+        work.engine(lora=merged, quantize="int4")
+    with pytest.raises(EngineError, match="one adapter can be merged, but there are 2"):
+        work.engine(lora=LoraConfig((a0, ("a1", str(work.folders[1]))), merge=True))
+    # A quantized checkpoint takes one if it is dequantized.
+    quantized = tmp_path / "int8"
+    quantized.mkdir()
+    write_quantized(work.path, quantized, Scheme("int8"))
+    with pytest.raises(UnsupportedModel, match="which is int8: the sum would be rounded; dequantize the weights"):
+        Engine.load(quantized, EngineConfig(dtype="float32", lora=merged))
+    request = work.requests()[0]
+    answers = [
+        next(Engine.load(quantized, EngineConfig(dtype="float32", quantize="dense", lora=lora)).run([request]))
+        for lora in (merged, LoraConfig((a0,)))
+    ]
+    assert tokens_of(answers[0]) == tokens_of(answers[1])
 
 
 def test_an_unknown_adapter_is_refused_with_the_names_that_there_are(work: Work, tiny_model: TinyModel) -> None:
