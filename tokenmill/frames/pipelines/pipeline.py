@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from schemas.jobs.inputs import InputRef
     from tokenmill.frames.job import TableJob
     from tokenmill.frames.pipelines.estimate import PipelineEstimate
+    from tokenmill.local.progress import StepProgress
     from tokenmill.local.run_plan import LoadAny
 
 FIRST_SEGMENT_ROWS: Final = 1_000
@@ -109,6 +110,7 @@ class Pipeline:
             As `tokenmill.map`.
         """
         from tokenmill.frames.folders import job_folder
+        from tokenmill.frames.job import explained, how_to_go_on
 
         frame, steps = self._bound(data)
         jobs = [StepColumns(one, self._job(one)) for one in steps]
@@ -117,7 +119,12 @@ class Pipeline:
         with job_folder(None if output_dir is None else Path(output_dir)) as folder:
             runs = all_runs(folder)
             former = runs[-2] if len(runs) > 1 else None if reuse is None else _former(reuse, folder)
-            return frame.with_columns(self._run(frame, jobs, runs[-1], former))
+            with explained(folder):
+                progress = self._run(frame, jobs, runs[-1], former)
+            if not all(step.has_ended for step in progress):
+                done = ", ".join(map(str, progress))
+                raise KeyboardInterrupt(f"stopped: {done} are committed; {how_to_go_on(folder)}")
+            return frame.with_columns(_read(jobs, runs[-1], len(frame)))
 
     def retry_failed(self, data: Any, *, output_dir: str | os.PathLike[str]) -> Any:
         """Compute the rows anew that failed in a column, and what depends on them. All other answers are taken from the
@@ -188,10 +195,10 @@ class Pipeline:
         except InvalidCall as error:
             raise InvalidCall(f"step {bound.name!r}: {error}") from error
 
-    def _run(self, frame: Frame, steps: Sequence[StepColumns], folder: Path, former: Path | None) -> pa.Table:
-        """The new columns of a run in this folder. `former`: the folder of a run whose answers are taken."""
-        from tokenmill.frames.job import explained, how_to_go_on
-
+    def _run(
+        self, frame: Frame, steps: Sequence[StepColumns], folder: Path, former: Path | None
+    ) -> tuple[StepProgress, ...]:
+        """Run the steps in this folder. `former`: the folder of a run whose answers are taken."""
         bound = [one.bound for one in steps]
         with FolderStore(folder) as store:
             inputs = write_pipeline(record_of(bound, frame), store, folder)
@@ -199,17 +206,7 @@ class Pipeline:
         with ExitStack() as turns:
             loads = {model: turns.enter_context(load_in_turn(model)) for model in self._models(bound)}
             jobs = [self._step_job(one, rows, inputs, folder, former, loads) for one in steps]
-            with explained(folder):
-                progress = run_steps(folder, jobs, rows.sources)
-        if not all(step.has_ended for step in progress):
-            raise KeyboardInterrupt(f"stopped: {', '.join(map(str, progress))} are committed; {how_to_go_on(folder)}")
-        with FolderStore(folder, read_only=True) as store:
-            ledgers = [ledger_of(store, one.bound.name) for one in steps]
-            made = [
-                one.read(ledger, ledger.result_parts(ledger.manifest()), 0, len(frame))
-                for one, ledger in zip(steps, ledgers, strict=True)
-            ]
-        return _joined(made)
+            return run_steps(folder, jobs, rows.sources)
 
     def _models(self, bound: Sequence[BoundStep]) -> list[Model]:
         """The models of the steps, each once, in an order that is the same for all pipelines with them."""
@@ -239,6 +236,13 @@ def _former(reuse: Any, folder: Path) -> Path:
         raise InvalidCall("reuse: is the output_dir itself; give another output_dir, or leave reuse out")
     read_pipeline(former)
     return all_runs(former)[-1]
+
+
+def _read(steps: Sequence[StepColumns], folder: Path, rows: int) -> pa.Table:
+    """The new columns of a run that has ended."""
+    with FolderStore(folder, read_only=True) as store:
+        ledgers = [(one, ledger_of(store, one.bound.name)) for one in steps]
+        return _joined([one.read(each, each.result_parts(each.manifest()), 0, rows) for one, each in ledgers])
 
 
 def _joined(tables: Sequence[pa.Table]) -> pa.Table:

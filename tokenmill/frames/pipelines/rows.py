@@ -34,7 +34,7 @@ from tokenmill.frames.pipelines.step_jobs import OpenSteps
 from tokenmill.frames.requests import TableRequests
 from tokenmill.frames.results import large, no_results, result_columns
 
-POLL_SECONDS: Final = 0.02
+POLL_SECONDS: Final = 0.05
 CACHED_SEGMENTS: Final = 4
 """Of a step, whose cells stay in memory for the function that judges its answers."""
 

@@ -122,6 +122,7 @@ class _StepsRun:
     ) -> None:
         self._output, self._steps, self._pins, self._formers = output, steps, pins, formers
         self._tracker, self._stop, self._stopping = tracker, stop, threading.Event()
+        self._progress_of: ProgressOf = lambda _: None
         self.ledgers = {step.name: ledger_of(output.world.store, step.name) for step in steps}
         # The last step's job is the oldest, so its shards are dispatched first: rows end early, and find the blocks of
         # the step before in the cache.
@@ -186,7 +187,6 @@ class _StepsRun:
             {pin.key: pin for pin in self._pins.values()}.values(), key=lambda pin: pin != self._pins[first]
         )
         self._tracker.phase("loading the model")
-
         loaded = by_model[self._pins[first].base_key]
 
         def load_for_turn(pin: ModelPin, turn: int) -> LoadedModel:
