@@ -11,11 +11,11 @@ import hashlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -153,8 +153,7 @@ def _compile(compiler: list[str], instruction_set: str, folder: Path) -> Path:
         [*compiler, *_DRIVER, f"-DINSTRUCTION_SET={index}", "-c", str(SOURCES / "driver.cpp")],
     ]
     objects = [folder / f"{index}.o" for index in range(len(jobs))]
-    with ThreadPoolExecutor(max_workers=len(jobs)) as pool:
-        list(pool.map(lambda job, to: _run([*job, "-o", str(to)]), jobs, objects))
+    _run(*([*job, "-o", str(to)] for job, to in zip(jobs, objects, strict=True)))
     library = folder / "kernels.so"
     # torch's own folder first: its OpenMP must be ours too, or there would be two pools of threads.
     torch_libraries = Path(torch.__file__).parent / "lib"
@@ -165,12 +164,34 @@ def _compile(compiler: list[str], instruction_set: str, folder: Path) -> Path:
     return library
 
 
-def _run(command: list[str]) -> str:
+def _run(*commands: list[str]) -> str:
+    """Run commands of a compiler at the same time; return their output."""
+    running: list[subprocess.Popen[str]] = []
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        for command in commands:
+            running.append(
+                subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+                )
+            )
+        return "".join(_output(process) for process in running)
+    except OSError as error:
         raise NativeUnavailable(f"the compiler {command[0]} does not run: {error}") from error
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
-        raise NativeUnavailable(f"the compiler {command[0]} failed: {lines[0] if lines else 'without a word'}")
-    return done.stdout
+    finally:
+        for process in running:
+            with process:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)  # with what it started, which would compile on without it
+
+
+def _output(process: subprocess.Popen[str]) -> str:
+    assert isinstance(process.args, list)
+    compiler = process.args[0]
+    try:
+        output, errors = process.communicate(timeout=_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise NativeUnavailable(f"the compiler {compiler} was not done after {_SECONDS} seconds") from error
+    if process.returncode:
+        lines = [line for line in errors.splitlines() if "error" in line.lower()] or errors.splitlines()
+        raise NativeUnavailable(f"the compiler {compiler} failed: {lines[0] if lines else 'without a word'}")
+    return output

@@ -21,7 +21,7 @@ from engine.errors import EngineError
 from engine.native.build import INSTRUCTION_SETS, NativeUnavailable, build, default_cache
 from engine.native.choice import native_library
 from engine.native.library import CHOICES, NativeLibrary, load_library
-from tests.waiting import HANG_SECONDS
+from tests.waiting import HANG_SECONDS, wait_for
 
 CPU = torch.device("cpu")
 FAST = EngineConfig(dtype="float32", threads=1)
@@ -245,3 +245,26 @@ def test_without_help_from_the_environment_the_cache_is_the_users(monkeypatch: p
     assert default_cache() == Path("/x/tokenmill/native")
     monkeypatch.setenv("TOKENMILL_NATIVE_CACHE", "/n")
     assert default_cache() == Path("/n")
+
+
+def test_a_compiler_that_takes_too_long_is_stopped_with_what_it_started(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = tmp_path / "started"
+    compiler = tmp_path / "endless-c++"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\nsleep {HANG_SECONDS} &\necho $! >>{started}\nwait\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr("engine.native.build._SECONDS", 0.5)
+    with pytest.raises(NativeUnavailable, match=r"was not done after 0\.5 seconds"):
+        build("avx2")
+    children = started.read_text().split()
+    assert children
+    wait_for(lambda: not any(_is_running(child) for child in children))
+
+
+def _is_running(process: str) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
