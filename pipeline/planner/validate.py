@@ -298,7 +298,12 @@ class Validator:
     def _expected(self, body: GenerationBody, limit: int) -> int:
         if body.ignore_eos:
             return limit
-        return min(limit, max(body.min_tokens, round(limit * self._settings.plan.answer_fraction)))
+        expected = round(limit * self._settings.plan.answer_fraction)
+        if (outputs := body.structured_outputs) is not None and outputs.choice:
+            expected = min(
+                expected, max(map(len, outputs.choice)) + 1
+            )  # most tokens have several characters; and an end
+        return min(limit, max(body.min_tokens, expected))
 
 
 def _context(model: ModelPin, settings: JobSettings) -> AnswerContext:

@@ -124,7 +124,9 @@ def _read_text(path: Path, option: str) -> str:
             raise UserError(f"{option} {path}: has more than {MAX_TEMPLATE_CHARS} bytes; shorten it")
         return data.decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{option} {path}: can't be read: {getattr(error, 'strerror', None) or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        hint = "; it takes the path of a file with the text" if "{" in str(path) or " " in str(path) else ""
+        raise UserError(f"{option} {path}: can't be read: {reason}{hint}") from error
 
 
 def _value(text: str) -> Any:

@@ -180,6 +180,14 @@ def test_given_a_dry_run_with_fields_when_made_then_it_says_what_their_order_sav
     assert "bench" in str(found)
 
 
+def test_given_choices_when_estimated_then_no_answer_is_expected_to_be_longer_than_one(model: str) -> None:
+    rows = [{"item": name} for name in "abc"]
+
+    found = tm.map(rows, prompt=PROMPT, model=model, output=Literal["no", "yes"], max_tokens=100, dry_run=True)
+
+    assert (found.expected_tokens, found.max_tokens) == (3 * len("yes."), 300)
+
+
 def test_given_fields_when_mapped_then_prompts_have_the_chosen_order(model: str, folder: Path) -> None:
     rows = [{"n": n, "item": "the same long text"} for n in range(2)]
 

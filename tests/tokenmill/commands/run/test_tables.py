@@ -131,6 +131,7 @@ def test_given_wrong_files_or_options_when_run_then_no_job_is_made_and_the_messa
         (("in.parquet", "render.txt"), "row 0: --prompt render.txt: can't be rendered"),
         (("in.parquet", "none.txt"), "--prompt none.txt: can't be read: No such file"),
         (("in.parquet", "latin.txt"), "--prompt latin.txt: can't be read"),
+        (("in.parquet", "Is {{ item }} good?"), "No such file or directory; it takes the path of a file with the text"),
         (("in.parquet", "long.txt"), "--prompt long.txt: has more than 1048576 bytes"),
         (("in.parquet", "pipe.txt"), "pipe.txt: is no regular file"),
         (("in.parquet", "item.txt", "--output-schema", "list.json"), "list.json: must be a JSON object"),
