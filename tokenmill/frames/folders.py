@@ -69,7 +69,8 @@ def write_into_job(
                 raise InvalidCall(f"{folder}: holds a job that is computed {where}; give another folder")
         if is_other and not fresh and (folder / mark).exists():
             raise InvalidCall(
-                f"{folder}: holds a job of other prompts or options; give another folder, or remove this one"
+                f"{folder}: holds a job of other prompts or options; give another folder, and this one as reuse, or "
+                "remove it"
             )
         write_record(record, Path(scratch), folder)
         if is_other:
