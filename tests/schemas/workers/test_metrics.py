@@ -32,6 +32,7 @@ ORDERS_WITHIN = {
 """Parts of a report that are read as strictly as a job: the weights, and sums that must hold."""
 
 OPEN = {
+    "adapters",
     "metadata",
     "engine",
     "versions",
