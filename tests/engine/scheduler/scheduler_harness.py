@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -282,6 +282,10 @@ class Harness:
                 else:
                     (states,) = self.states.states[group]
                     assert int(states[block]) == keys[-1], "a state is not what it is named"
+
+    def suited(self, request: Request) -> Request:
+        """The request, as this model takes it: with layers that have states, without an adapter."""
+        return request if self.states is None else replace(request, adapter=None)
 
     def check_empty(self) -> None:
         """Check that all blocks and rows are released."""

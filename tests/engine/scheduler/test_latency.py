@@ -104,11 +104,12 @@ def test_every_wait_is_counted_once_under_any_history(
         if event.kind == "cancel":
             harness.scheduler.cancel(event.request.request_id)
             continue
+        request = harness.suited(event.request)
         try:
-            harness.scheduler.add(event.request, now)
+            harness.scheduler.add(request, now)
         except ContextLengthExceeded:
             continue
-        observer.requests[event.request.request_id] = event.request, now
+        observer.requests[request.request_id] = request, now
     while harness.scheduler.has_work:
         step_once()
         assert step < 5_000
@@ -137,7 +138,7 @@ def test_running_and_waiting_choices_are_counted_by_class(harness: Harness, hist
         if event.kind != "add":
             continue
         try:
-            harness.scheduler.add(replace(event.request, deadline=None), 0.0)
+            harness.scheduler.add(replace(harness.suited(event.request), deadline=None), 0.0)
         except ContextLengthExceeded:
             continue
         requests.append(event.request)

@@ -149,8 +149,7 @@ def check_history(harness: Harness, history: list[Event]) -> None:
         if event.kind == "cancel":
             harness.scheduler.cancel(event.request.request_id)
             continue
-        # Models whose layers have states take no adapters.
-        request = event.request if harness.states is None else replace(event.request, adapter=None)
+        request = harness.suited(event.request)
         try:
             harness.scheduler.add(request, float(step))
         except ContextLengthExceeded:
