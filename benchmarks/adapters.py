@@ -1,12 +1,13 @@
-"""Throughput with many LoRA adapters over one model, against the model alone: the same rows, in alternation.
+"""Throughput with many LoRA adapters over one model, against the model alone: the same rows, step by step in turn.
 
-    python benchmarks/adapters.py [--model demo] [--adapters 16] [--rank 16] [--rows 128] [--rounds 3] [--max-loras 8]
+    python benchmarks/adapters.py [--model demo] [--adapters 16] [--rank 16] [--rows 512] [--rounds 3] [--max-loras 8]
 
-Rows name adapters in turn ("shuffled") or all of one before the next ("sorted"); "base": no row has one, in the same
-engine; "one": all rows have the same one. The adapters are random, so that answers are too: each has `--max-tokens`
-tokens. Seconds are those of the process on its one thread (`--threads 1`), which other work on the machine disturbs
-less than the clock's. Each work is done once before it is measured, so that adapters are in memory (`adapter_loads`
-counts the files read meanwhile).
+Rows name adapters in turn ("shuffled") or all of one before the next ("sorted", the planner's order); "base": no row
+has one, in an engine that has them; "one": all rows have the same one. The adapters are random, so that answers are
+too: each has `--max-tokens` tokens. Each work has an engine of its own, and their steps alternate, so that what else the
+machine does meets all of them alike. Seconds are those of the process on its one thread (`--threads 1`). A first, short
+round is not measured, so that adapters are in memory (`adapter_loads` counts the files that the sorted rows' engine
+reads).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,18 +50,25 @@ def make_adapter(decoder: DecoderSpec, folder: Path, seed: int, rank: int) -> No
     (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
-def measure(engine: Engine, names: list[str | None], prompt_tokens: int, max_tokens: int, salt: bytes) -> float:
-    """Return the output tokens of these rows per second of processor time."""
+def add(engine: Engine, names: Sequence[str | None], prompt_tokens: int, max_tokens: int, salt: bytes) -> None:
+    """Queue a request for each name: equal prompts in equal places, whatever the engine and the names."""
     random = np.random.default_rng(1)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    prompts = [random.integers(5, 2000, prompt_tokens).tolist() for _ in names]
-    requests = [
-        Request(str(i), as_token_ids(prompt), params, adapter=name, salt=salt)
-        for i, (prompt, name) in enumerate(zip(prompts, names, strict=True))
-    ]
-    begun = time.process_time()
-    tokens = sum(completion.generated_tokens for completion in engine.run(requests))
-    return tokens / (time.process_time() - begun)
+    for i, name in enumerate(names):
+        prompt = as_token_ids(random.integers(5, 2000, prompt_tokens).tolist())
+        engine.add(Request(str(i), prompt, params, adapter=name, salt=salt))
+    engine.settle(more_to_come=False)
+
+
+def run_in_turn(engines: Mapping[str, Engine]) -> dict[str, float]:
+    """Compute the engines' requests, a step of each at a time; return each one's seconds of processor time."""
+    seconds = dict.fromkeys(engines, 0.0)
+    while left := [name for name, engine in engines.items() if engine.has_work]:
+        for name in left:
+            begun = time.process_time()
+            engines[name].step()
+            seconds[name] += time.process_time() - begun
+    return seconds
 
 
 def main() -> None:
@@ -68,8 +77,8 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto")
     for name, value in (
-        ("adapters", 16), ("rank", 16), ("rows", 128), ("rounds", 3), ("max-loras", 8), ("batch", 32),
-        ("prompt-tokens", 128), ("max-tokens", 64), ("threads", 1),
+        ("adapters", 16), ("rank", 16), ("rows", 512), ("rounds", 3), ("max-loras", 8), ("batch", 32),
+        ("prompt-tokens", 32), ("max-tokens", 16), ("threads", 1),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
@@ -84,31 +93,35 @@ def main() -> None:
             make_adapter(decoder, Path(folder) / name, i, args.rank)
         schedule = ScheduleConfig(max_num_seqs=args.batch)
         config = EngineConfig(dtype=args.dtype, threads=args.threads, schedule=schedule, max_model_len=1024)
-        alone = Engine.load(path, config)
         lora = LoraConfig(tuple((name, str(Path(folder) / name)) for name in names), args.max_loras)
-        engine = Engine.load(path, replace(config, lora=lora))
         turns = [names[i % len(names)] for i in range(args.rows)]
-        works: dict[str, tuple[Engine, list[str | None]]] = {
-            "without adapters": (alone, [None] * args.rows),
-            "base": (engine, [None] * args.rows),
-            "one": (engine, [names[0]] * args.rows),
-            "sorted": (engine, sorted(turns)),
-            "shuffled": (engine, list(turns)),
+        works: dict[str, Sequence[str | None]] = {
+            "without adapters": [None] * args.rows,
+            "base": [None] * args.rows,
+            "one": [names[0]] * args.rows,
+            "sorted": sorted(turns),
+            "shuffled": turns,
         }
+        engines = {"without adapters": Engine.load(path, config)}
+        engines |= {name: Engine.load(path, replace(config, lora=lora)) for name in works if name not in engines}
         rates: dict[str, list[float]] = {name: [] for name in works}
         for turn in range(args.rounds + 1):
-            for name, (of, rows) in works.items():
-                rate = measure(of, rows, args.prompt_tokens, args.max_tokens, b"%d" % turn + name.encode())
-                if turn:  # the first one warms up
-                    rates[name].append(round(rate, 1))
-    medians = {name: statistics.median(found) for name, found in rates.items()}
-    whole = medians["without adapters"]
+            for name, rows in works.items():
+                once = [*dict.fromkeys(rows)]
+                add(engines[name], rows if turn else once, args.prompt_tokens, args.max_tokens, b"%d" % turn)
+            seconds = run_in_turn(engines)
+            for name in works if turn else ():
+                rates[name].append(round(args.rows * args.max_tokens / seconds[name], 1))
+    whole = rates["without adapters"]
     found = {
         "settings": vars(args),
-        "attention": engine.attention_name,
-        "adapter_loads": engine.stats().adapter_loads,
+        "attention": engines["sorted"].attention_name,
+        "adapter_loads": engines["sorted"].stats().adapter_loads,
         "output_tokens_per_second": rates,
-        "share_of_the_model_alone": {name: round(median / whole, 3) for name, median in medians.items()},
+        "share_of_the_model_alone": {
+            name: round(statistics.median(one / alone for one, alone in zip(found, whole, strict=True)), 3)
+            for name, found in rates.items()
+        },
     }
     print(json.dumps(found, indent=1))
 
