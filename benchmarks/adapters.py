@@ -4,10 +4,10 @@
 
 Rows name adapters in turn ("shuffled") or all of one before the next ("sorted", the planner's order); "base": no row
 has one, in an engine that has them; "one": all rows have the same one. The adapters are random, so that answers are
-too: each has `--max-tokens` tokens. Each work has an engine of its own, and their steps alternate, so that what else the
-machine does meets all of them alike. Seconds are those of the process on its one thread (`--threads 1`). A first, short
-round is not measured, so that adapters are in memory (`adapter_loads` counts the files that the sorted rows' engine
-reads).
+too: each has `--max-tokens` tokens. Each work has an engine of its own, and their steps alternate, so that what else
+the machine does meets all of them alike. Seconds are those of the process on its one thread (`--threads 1`). A first,
+short round is not measured, so that adapters are in memory (`adapter_loads` counts the files that the sorted rows'
+engine reads).
 """
 
 from __future__ import annotations
