@@ -152,8 +152,8 @@ class LoraConfig:
         max_loras: maximum adapters that are loaded at a time, and rows of a step may have; others wait.
         cache_bytes: maximum bytes of host memory for adapters that were read and have no place now; they get their next
             one without being read again.
-        merge: add the only adapter to the weights when they are loaded (`engine.adapters.merged`); all requests must
-            name it.
+        merge: add the only adapter to the weights when they are loaded (`engine.adapters.merged`). They are then the
+            model, and requests name no adapter.
     """
 
     adapters: tuple[tuple[str, str], ...] = ()

@@ -12,7 +12,6 @@ import torch
 
 from engine.adapters.loader import AdapterLoader, load_adapters
 from engine.adapters.merged import AdapterMerger
-from engine.adapters.places import AdapterPlaces
 from engine.attention import (
     AttentionBackend,
     KVLayout,
@@ -243,6 +242,7 @@ class Engine:
 
     Attributes:
         adapters: names of the adapters that requests may name -> 16 bytes that identify them.
+        merged_adapter: what identifies the adapter that was added to the weights; None: there is none.
     """
 
     def __init__(
@@ -261,14 +261,14 @@ class Engine:
         second_tier: SecondTier | None = None,
         identity: str | None = None,
         adapters: AdapterLoader | None = None,
-        places: AdapterPlaces | None = None,
+        merged_adapter: bytes | None = None,
     ) -> None:
         """`attention_name`: of the backend in use, with the instruction set of native kernels. `make_proposer`: creates
         the proposer, where the settings enable one other than n-grams. `weight_bytes`: of the weights, by their form,
         where the model reports them. `device`: that computes the steps; None: the CPU. `routed`: the model, where it
         may count the rows of its experts. `second_tier`: of the prefix cache. `identity`: of its blocks, where other
-        engines may use them (`engine.runner.second_tier.block_identity`). `adapters`: that are loaded.
-        `places`: of adapters."""
+        engines may use them (`engine.runner.second_tier.block_identity`). `adapters`: of the model.
+        `merged_adapter`: see above."""
         self.config = config
         self.spec = spec
         self.max_model_len = max_model_len
@@ -277,6 +277,8 @@ class Engine:
         self.weight_bytes = dict(weight_bytes or {})
         self._routed = routed
         self._adapters = adapters
+        self.merged_adapter = merged_adapter
+        places = None if adapters is None else adapters.make_places()
         self.scheduler = Scheduler(
             config.schedule,
             groups,
@@ -353,7 +355,7 @@ class Engine:
         native = native_library(config, dtype, device)
         builder = decoder_builder(config, native, dtype, device)
         load = partial(load_model, dtype=dtype, device=device, builder=builder, own_models=config.own_models)
-        merger = AdapterMerger(config.lora, config.quantize, dtype) if config.lora.merge else None
+        merger = AdapterMerger(config.lora, config.quantize) if config.lora.merge else None
         model = load(path, max_positions=config.max_model_len, change=merger)
         spec = model.spec
         adapters = None if merger is not None else load_adapters(config.lora, model)
@@ -416,7 +418,8 @@ class Engine:
             tensors += [] if states is None else [states.block_tensors()]
             blocks = BlockTransfer(tensors)
             if model_digest is not None:
-                computed = str(spec.dtype), device.type, name, limit
+                merged = "" if merger is None else merger.digest.hex()
+                computed = str(spec.dtype), device.type, name, limit, merged
                 identity = block_identity(config, model_digest(), computed, blocks.layout)
             second_tier = open_second_tier(config, groups, blocks, identity)
         return cls(
@@ -425,7 +428,7 @@ class Engine:
             weight_bytes=model.weight_bytes() if isinstance(model, WeighedModel) else None, device=device,
             routed=model if isinstance(model, RoutedModel) else None, second_tier=second_tier,
             identity=identity, adapters=adapters,
-            places=None if (named := merger or adapters) is None else named.make_places(),
+            merged_adapter=None if merger is None else merger.digest,
         )  # fmt: skip
 
     @classmethod

@@ -54,4 +54,4 @@ def merge_adapter(model: nn.Module, folder: Path, sign: float = 1.0) -> None:
         factor = alpha / (len(a) ** 0.5 if config["use_rslora"] else len(a))
         weight = model.get_submodule(module).weight
         assert isinstance(weight, nn.Parameter)
-        weight += sign * factor * (tensors[name.replace("lora_A", "lora_B")] @ a).to(weight.dtype)
+        weight += (tensors[name.replace("lora_A", "lora_B")] @ a) * (sign * factor)

@@ -1,20 +1,20 @@
-"""Weights with an adapter added to them: W + factor * B A in float32, for work that has no other adapter and none
-without it. Its products then cost nothing.
+"""Weights with an adapter added to them: W + factor * B A, for work that has no other adapter and none without it. The
+step then computes a model without adapters.
 
-Only float32 weights take it: the sum then differs from the products beside them by float32's rounding. In bfloat16, or
-quantized, the sum would be rounded to fewer digits than the adapter's own, and answers would be those of another model.
+The sum is that of PEFT's `merge_and_unload`: computed in float32, and rounded to the weight's dtype. In float32 it
+differs from the products beside the weights by float32's rounding. In bfloat16 or float16 it is another model: of a
+change that is small beside its weight, digits are lost. Weights that stay quantized would lose more, and are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from math import prod
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from engine.adapters.adapter import Adapter, AdapterPart, find_target, open_adapter
-from engine.adapters.places import AdapterPlaces
 from engine.adapters.targets import find_targets
 from engine.checkpoints.checkpoint import WeightSource
 from engine.config import LoraConfig, Quantize
@@ -26,16 +26,17 @@ _INSTEAD = "leave out the merging, and its products are computed beside the mode
 
 
 class MergedWeights:
-    """A `WeightSource` with an adapter added to the weights that it changes.
+    """A `WeightSource` with an adapter added to the weights that it changes, which are dense.
 
     Raises:
-        UnsupportedModel: the adapter changes a weight that the source has not as one.
+        UnsupportedModel: the adapter changes a weight that the source has not as one, or that stays quantized.
     """
 
-    def __init__(self, source: WeightSource, adapter: Adapter, decoder: DecoderSpec) -> None:
+    def __init__(self, source: WeightSource, adapter: Adapter, decoder: DecoderSpec, quantize: Quantize) -> None:
         self._source = source
         self._adapter = adapter
         self._parts = _weights_of(source, adapter, decoder)
+        _check_dense(source, self._parts, adapter.name, quantize)
 
     @property
     def names(self) -> Collection[str]:
@@ -47,51 +48,39 @@ class MergedWeights:
     def read(self, name: str, into: Tensor) -> None:
         self._source.read(name, into)
         if (part := self._parts.get(name)) is not None:
-            a, b = self._adapter.matrices(part)
-            into.addmm_(b.to(into.device), a.to(into.device), alpha=part.factor)
+            a, b = (matrix.to(into.device) for matrix in self._adapter.matrices(part))
+            into.add_((b @ a).mul_(part.factor))  # rounded once, to the dtype of `into`
 
     def quantized(self, name: str) -> QWeight | None:
-        weight = self._source.quantized(name)
-        if weight is not None and name in self._parts:
-            raise UnsupportedModel(
-                f"{self._adapter.name} can't be merged into {name}, which is {weight.form}: the sum would be rounded; "
-                f"dequantize the weights (--quantize dense), or {_INSTEAD}"
-            )
-        return weight
+        return None if name in self._parts else self._source.quantized(name)
 
 
 class AdapterMerger:
     """Adds the only adapter of a model to its weights while these are loaded.
 
-    Args:
-        lora, quantize, dtype: of the model.
-
     Raises:
-        EngineError: there are several adapters, or the weights are not float32; says why that matters.
+        EngineError: there is no adapter, or there are several.
     """
 
-    def __init__(self, lora: LoraConfig, quantize: Quantize, dtype: torch.dtype) -> None:
+    def __init__(self, lora: LoraConfig, quantize: Quantize) -> None:
         if len(lora.adapters) != 1:
             raise EngineError(f"one adapter can be merged, but there are {len(lora.adapters)}; give one")
         ((self._name, folder),) = lora.adapters
         self._folder = Path(folder)
-        self._opened: Adapter | None = None
-        if dtype != torch.float32 or quantize not in ("none", "dense"):
-            form = quantize if quantize not in ("none", "dense") else str(dtype).removeprefix("torch.")
-            raise EngineError(
-                f"{self._name} can't be merged into {form} weights: the sum would be rounded, and answers be those of "
-                f"another model; use dtype float32 without quantization, or {_INSTEAD}"
-            )
+        self._quantize: Quantize = quantize
+        self._digest: bytes | None = None
 
     def __call__(self, source: WeightSource, decoder: DecoderSpec) -> MergedWeights:
         """Return the weights to load. Raises what `open_adapter` and `MergedWeights` raise."""
-        self._opened = open_adapter(self._name, self._folder, decoder)
-        return MergedWeights(source, self._opened, decoder)
+        adapter = open_adapter(self._name, self._folder, decoder)
+        self._digest = adapter.digest
+        return MergedWeights(source, adapter, decoder, self._quantize)
 
-    def make_places(self) -> AdapterPlaces:
-        """Return the scheduler's view of the loaded model: all rows have the adapter."""
-        assert self._opened is not None, "the weights are loaded"
-        return AdapterPlaces({self._name: self._opened.digest}, 1, is_merged=True)
+    @property
+    def digest(self) -> bytes:
+        """Of the adapter that was added."""
+        assert self._digest is not None, "the weights are loaded"
+        return self._digest
 
 
 def _weights_of(source: WeightSource, adapter: Adapter, decoder: DecoderSpec) -> Mapping[str, AdapterPart]:
@@ -110,3 +99,21 @@ def _weights_of(source: WeightSource, adapter: Adapter, decoder: DecoderSpec) ->
             f"its own in this checkpoint; {_INSTEAD}"
         )
     return found
+
+
+def _check_dense(source: WeightSource, parts: Mapping[str, AdapterPart], adapter: str, quantize: Quantize) -> None:
+    """Check that these weights are dense when they are loaded."""
+    if quantize == "dense":
+        return
+    into = f"weights that are quantized to {quantize} at load"
+    if quantize == "none":
+        stored = ((name, source.quantized(name)) for name in sorted(parts))
+        into = next((f"{name}, which is {weight.form}" for name, weight in stored if weight is not None), "")
+        if not into:
+            return
+    num_parameters = sum(prod(source.shape(one)) for one in source.names)
+    raise UnsupportedModel(
+        f"{adapter} can't be merged into {into}: the sum would be rounded to fewer digits than the adapter has; "
+        f"load them as dense ones (--quantize dense, which takes 4 bytes for each of {num_parameters:,} parameters in "
+        f"float32, 2 in bfloat16), or {_INSTEAD}"
+    )

@@ -19,7 +19,6 @@ class AdapterPlaces:
     Args:
         digests: names of all adapters -> 16 bytes that identify them.
         max_loras: places.
-        is_merged: the only adapter is a part of the model's weights.
 
     Attributes:
         digests: as given.
@@ -27,11 +26,8 @@ class AdapterPlaces:
         draining: the adapter whose place is to become free; None: there is none.
     """
 
-    def __init__(
-        self, digests: Mapping[str, bytes] | None = None, max_loras: int = 0, *, is_merged: bool = False
-    ) -> None:
+    def __init__(self, digests: Mapping[str, bytes] | None = None, max_loras: int = 0) -> None:
         self.digests = dict(digests or {})
-        self._is_merged = is_merged
         self.names: list[str | None] = [None] * max_loras
         self.draining: str | None = None
         self._draining_for = 0
@@ -39,9 +35,7 @@ class AdapterPlaces:
         self._rows = Counter[str]()
 
     def check(self, name: str | None) -> None:
-        """Raise `RequestRefused` if there is no such adapter, or none is named and the model has one merged."""
-        if name is None and self._is_merged:
-            raise RequestRefused(f"the adapter {next(iter(self.digests))!r} is merged into the model; name it")
+        """Raise `RequestRefused` if there is no such adapter."""
         if name is not None and name not in self.digests:
             known = ", ".join(sorted(self.digests)) or "none"
             raise RequestRefused(f"there is no adapter {name!r}; there are: {known}")

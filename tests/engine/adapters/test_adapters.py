@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,8 +22,11 @@ from engine import (
     SpeculationConfig,
     as_token_ids,
 )  # fmt: skip
+from engine.adapters.adapter import open_adapter
+from engine.adapters.merged import MergedWeights
 from engine.config import LoraConfig
 from engine.errors import EngineError, RequestRefused, UnsupportedModel
+from engine.models.load import open_model
 from engine.native.shapes import ShapeTable
 from engine.quant.quantize import write_quantized
 from engine.quant.writing import Scheme
@@ -227,22 +231,38 @@ def test_a_merged_adapter_is_a_part_of_the_weights(
         lora = LoraConfig(((name, str(work.folders[int(name[1])])),), merge=True)
         engine = work.engine(lora=lora, attention=attention)
         ours = [i for i, named in enumerate(work.names) if named == name]
-        done = {one.request_id: one for one in engine.run([work.requests()[i] for i in ours])}
+        requests = [replace(work.requests()[i], adapter=None) for i in ours]
+        done = {one.request_id: one for one in engine.run(requests)}
         assert check_equal([work.want[i] for i in ours], [done[str(i)] for i in ours]) < 2
         engine.scheduler.check_integrity()
-        assert engine.adapters.keys() == {name}
-        with pytest.raises(RequestRefused, match=f"{name!r} is merged into the model; name it"):
-            engine.add(Request("r", as_token_ids([5, 6, 7])))
+        with pytest.raises(RequestRefused, match=f"there is no adapter {name!r}; there are: none"):
+            engine.add(Request("r", as_token_ids([5, 6, 7]), adapter=name))
 
 
-def test_an_adapter_is_merged_only_where_the_sum_is_exact(
-    work: Work, tiny_model: TinyModel, adapters: ModuleType, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_merged_weights_are_those_of_peft_to_the_bit(work: Work, adapters: ModuleType, dtype: str) -> None:
+    # Given the weights that PEFT's merge_and_unload gives: W += (B @ A) * factor, of a float32 B A,
+    model = AutoModelForCausalLM.from_pretrained(work.path, dtype=getattr(torch, dtype))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    adapters.merge_adapter(model, work.folders[2])
+    opened = open_model(work.path)
+    assert opened.decoder is not None
+    # when the adapter is merged as weights are read, then each is equal, those that it doesn't change too.
+    merged = MergedWeights(opened.weights, open_adapter("a2", work.folders[2], opened.decoder), opened.decoder, "none")
+    changed = 0
+    for name in merged.names:
+        want = model.get_parameter(name).data
+        read = torch.empty_like(want)
+        merged.read(name, read)
+        assert torch.equal(read, want), name
+        changed += not torch.equal(want, before[name])
+    assert changed == 7 * opened.decoder.num_layers
+
+
+def test_an_adapter_is_merged_into_dense_weights_only(work: Work, tiny_model: TinyModel, tmp_path: Path) -> None:
     a0 = ("a0", str(work.folders[0]))
     merged = LoraConfig((a0,), merge=True)
-    with pytest.raises(EngineError, match="a0 can't be merged into bfloat16 weights: the sum would be rounded"):
-        work.engine(lora=merged, dtype="bfloat16")
-    with pytest.raises(EngineError, match="into int4 weights"):
+    with pytest.raises(UnsupportedModel, match="a0 can't be merged into weights that are quantized to int4 at load"):
         work.engine(lora=merged, quantize="int4")
     with pytest.raises(EngineError, match="one adapter can be merged, but there are 2"):
         work.engine(lora=LoraConfig((a0, ("a1", str(work.folders[1]))), merge=True))
@@ -250,12 +270,12 @@ def test_an_adapter_is_merged_only_where_the_sum_is_exact(
     quantized = tmp_path / "int8"
     quantized.mkdir()
     write_quantized(work.path, quantized, Scheme("int8"))
-    with pytest.raises(UnsupportedModel, match="which is int8: the sum would be rounded; dequantize the weights"):
+    with pytest.raises(UnsupportedModel, match=r"which is int8: .*--quantize dense, which takes 4 bytes for each of"):
         Engine.load(quantized, EngineConfig(dtype="float32", lora=merged))
     request = work.requests()[0]
     answers = [
-        next(Engine.load(quantized, EngineConfig(dtype="float32", quantize="dense", lora=lora)).run([request]))
-        for lora in (merged, LoraConfig((a0,)))
+        next(Engine.load(quantized, EngineConfig(dtype="float32", quantize="dense", lora=lora)).run([one]))
+        for lora, one in ((merged, replace(request, adapter=None)), (LoraConfig((a0,)), request))
     ]
     assert tokens_of(answers[0]) == tokens_of(answers[1])
 
