@@ -58,8 +58,7 @@ class RunSnapshot:
         total: rows of the job; 0 while unknown.  done: rows with a result.  before: those of them from earlier runs.
             failed: those of them that failed.
         prompt_tokens, cached_tokens, output_tokens: of this run so far; cached ones were not computed again.
-        expected_tokens: expected output tokens of this run, at its start.
-        seconds: since this run began to compute; 0 before.
+        seconds: since this run began to compute; 0 before.  seconds_left: None: not known.
         planning: whether more rows may be planned.
         price_per_hour: of this machine; None: unknown.
         steps: of a pipeline, which stand in place of the number of rows.
@@ -73,8 +72,8 @@ class RunSnapshot:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    expected_tokens: int = 0
     seconds: float = 0.0
+    seconds_left: float | None = None
     planning: bool = False
     price_per_hour: float | None = None
     steps: tuple[StepProgress, ...] = ()
@@ -83,24 +82,6 @@ class RunSnapshot:
     def cost(self) -> float | None:
         """Of this run so far."""
         return None if self.price_per_hour is None else self.price_per_hour * self.seconds / 3600
-
-    @property
-    def eta(self) -> float | None:
-        """A rough estimate of the remaining seconds; None while there is too little data.
-
-        It is based on tokens at first, since the long answers start early and few rows end; later on rows, since by
-        then the real lengths of answers are known.
-        """
-        rows, all_rows = self.done - self.before, self.total - self.before
-        is_generated = self.output_tokens > 0 or self.expected_tokens > 0
-        if self.planning or self.seconds < 1 or rows == 0 or (is_generated and self.output_tokens == 0):
-            return None
-        by_rows = self.seconds * (all_rows - rows) / rows
-        if not is_generated:  # vectors, labels, scores
-            return by_rows
-        by_tokens = self.seconds * max(0, self.expected_tokens - self.output_tokens) / self.output_tokens
-        share = rows / all_rows
-        return share * by_rows + (1 - share) * by_tokens
 
 
 def describe(snapshot: RunSnapshot) -> str:
@@ -116,15 +97,15 @@ def describe(snapshot: RunSnapshot) -> str:
         f"{rows_per_second:,.{0 if rows_per_second >= 10 else 1}f} rows/s",
         f"{count(snapshot.prompt_tokens / snapshot.seconds)} tok/s in",
     ]
-    if snapshot.output_tokens or snapshot.expected_tokens:
+    if snapshot.output_tokens:
         words.append(f"{count(snapshot.output_tokens / snapshot.seconds)} tok/s out")
     if snapshot.prompt_tokens and snapshot.cached_tokens:
         words.append(f"{100 * snapshot.cached_tokens / snapshot.prompt_tokens:.0f} % of input cached")
     words.append(duration(snapshot.seconds))
     if snapshot.cost is not None:
         words.append(f"cost {snapshot.cost:.4g}")
-    if snapshot.eta is not None and snapshot.done < snapshot.total:
-        words.append(f"about {duration(snapshot.eta)} left")
+    if snapshot.seconds_left is not None:
+        words.append(f"about {duration(snapshot.seconds_left)} left")
     return "  ".join(words)
 
 

@@ -109,7 +109,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
         def begin(progress: Progress) -> None:
             nonlocal before, planner
             before = progress.counts.total - progress.counts.pending
-            tracker.set_plan(progress.counts, expected_tokens(output, segments), whole=segments[-1].last)
+            tracker.set_plan(progress.counts, whole=segments[-1].last)
             if not segments[-1].last:
                 planner = stack.enter_context(
                     PlannerProcess(
@@ -225,11 +225,6 @@ def open_shards(output: Output, segments: list[PlanSegment]) -> list[ShardRef]:
     """The planned shards without a part."""
     committed = {number for number, _ in output.ledger.parts()}
     return [shard for segment in segments for shard in segment.shards if shard.number not in committed]
-
-
-def expected_tokens(output: Output, segments: list[PlanSegment]) -> int:
-    """The expected output tokens of the shards without a part."""
-    return sum(shard.expected_tokens for shard in open_shards(output, segments))
 
 
 def models_by_need(output: Output, segments: list[PlanSegment], pins: Sequence[ModelPin]) -> list[ModelPin]:

@@ -11,14 +11,18 @@ from typing import Any, NamedTuple
 from schemas.jobs.outcome import Counts
 from schemas.jobs.plan import PlanSegment
 from tokenmill.local.progress import RunSnapshot, StepProgress
+from tokenmill.local.remaining_time import RemainingTime, RunMeasurement
 from workers.observability.progress import WorkerProgress
 
 
 class WorkerUpdate(NamedTuple):
-    """The counts of a worker for the display; see `WorkerProgress`."""
+    """The counts of a worker for the display; see `WorkerProgress`. `running`: sequences that its engine
+    computes."""
 
     rows: int
     failed: int
+    restored: int
+    running: int
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -27,7 +31,7 @@ class WorkerUpdate(NamedTuple):
     def of(cls, progress: WorkerProgress) -> WorkerUpdate:
         counts = progress.counts
         tokens = counts.prompt_tokens, counts.cached_tokens, progress.engine.generated
-        return cls(progress.rows, counts.failed, *tokens)
+        return cls(progress.rows, counts.failed, counts.restored, progress.engine.running, *tokens)
 
 
 class RotationObserver:
@@ -59,34 +63,29 @@ class RunTracker:
         self._base = RunSnapshot("starting", price_per_hour=price_per_hour)
         self._began: float | None = None
         self._workers: dict[int, WorkerUpdate] = {}
+        self._remaining = RemainingTime()
         self._steps: Callable[[], tuple[StepProgress, ...]] = tuple
 
     def phase(self, name: str) -> None:
         """Start a phase without counts."""
         self._replace(phase=name)
 
-    def set_plan(self, counts: Counts, expected_tokens: int, *, whole: bool = True) -> None:
-        """Set the counts of the plan, or (not `whole`) of its first part: rows at the start of this run, and the
-        expected output tokens of pending rows."""
+    def set_plan(self, counts: Counts, *, whole: bool = True) -> None:
+        """Set the counts of the plan, or (not `whole`) of its first part: rows at the start of this run."""
         done = counts.total - counts.pending
-        self._replace(
-            total=counts.total,
-            done=done,
-            before=done,
-            failed=counts.failed,
-            expected_tokens=expected_tokens,
-            planning=not whole,
-        )
+        self._replace(total=counts.total, done=done, before=done, failed=counts.failed, planning=not whole)
 
     def add_segment(self, segment: PlanSegment) -> None:
-        """Add a segment of the plan."""
-        expected = sum(shard.expected_tokens for shard in segment.shards)
+        """Add a segment of the plan. Its refused and reused rows are not computed."""
+        ended = segment.rejected + segment.reused
         with self._lock:
             base = self._base
             self._base = replace(
                 base,
                 total=base.total + segment.total,
-                expected_tokens=base.expected_tokens + expected,
+                done=base.done + ended,
+                before=base.before + ended,
+                failed=base.failed + segment.rejected,
                 planning=not segment.last,
             )
 
@@ -110,10 +109,21 @@ class RunTracker:
         """Store the progress of a worker, or of one turn of a worker with several models."""
         with self._lock:
             self._workers = self._workers | {worker: progress}
+            workers, began = self._workers.values(), self._began
+            if began is not None:
+                self._remaining.add(
+                    RunMeasurement(
+                        time.monotonic() - began,
+                        rows=sum(worker.rows for worker in workers),
+                        running=sum(worker.running for worker in workers),
+                        tokens=sum(worker.output_tokens for worker in workers),
+                    )
+                )
 
     def snapshot(self) -> RunSnapshot:
         """The current progress."""
-        base, workers, began = self._base, self._workers.values(), self._began
+        with self._lock:
+            base, workers, began = self._base, self._workers.values(), self._began
         if not workers or began is None:
             return base
         if steps := self._steps():
@@ -125,13 +135,21 @@ class RunTracker:
                 planning=not all(step.is_planned for step in steps),
             )
         else:
+            # A shard that is given up and taken again restores rows that this run counted when they ended.
+            restored = min(sum(worker.restored for worker in workers), base.total - base.done)
             base = replace(
                 base,
-                done=base.done + sum(worker.rows for worker in workers),
+                done=min(base.total, base.done + restored + sum(worker.rows for worker in workers)),
+                before=base.before + restored,
                 failed=base.failed + sum(worker.failed for worker in workers),
+            )
+        with self._lock:
+            left = (
+                None if base.planning or base.done >= base.total else self._remaining.estimate(base.total - base.done)
             )
         return replace(
             base,
+            seconds_left=left,
             prompt_tokens=sum(worker.prompt_tokens for worker in workers),
             cached_tokens=sum(worker.cached_tokens for worker in workers),
             output_tokens=sum(worker.output_tokens for worker in workers),

@@ -19,6 +19,7 @@ class WorkerCounts:
 
     Attributes:
         succeeded, failed: rows with an outcome.  committed: rows in durable parts.
+        restored: further rows, whose outcome an earlier attempt had logged.
         shards_committed: parts that this worker wrote.  shards_lost: shards that another attempt committed first.
         prompt_tokens, cached_tokens, completion_tokens: of finished rows.
         first_start, last_end: of computed rows, on the engine's clock (seconds).
@@ -34,10 +35,15 @@ class WorkerCounts:
     completion_tokens: int = 0
     first_start: float | None = None
     last_end: float | None = None
+    restored: int = 0
 
     def with_refused(self, rows: int) -> WorkerCounts:
         """Add refused rows."""
         return replace(self, failed=self.failed + rows)
+
+    def with_restored(self, rows: int) -> WorkerCounts:
+        """Add rows of a shard whose outcome an earlier attempt had logged."""
+        return replace(self, restored=self.restored + rows)
 
     def with_computed(self, succeeded: int, failed: int, completion: Completion) -> WorkerCounts:
         """Add one computed request, which answers so many rows."""

@@ -58,6 +58,10 @@ class WorkerReporter:
         self._counts = self._counts.with_refused(sum(len(row.names) for row in rows))
         self._metrics.ended.record_refused(tier, len(rows))
 
+    def count_restored(self, rows: int) -> None:
+        """Rows of a shard have an outcome that an earlier attempt logged."""
+        self._counts = self._counts.with_restored(rows)
+
     def count_computed(self, tier: Tier, row: ComputedRow) -> None:
         """A row and its copies have their outcome."""
         copies, completion = len(row.prepared.names), row.completion

@@ -220,6 +220,7 @@ class ShardWorker:
             return
         work, rows = shard.work, len(shard.work.table)
         self._reporter.count_rejected(work.tier, shard.rejected)
+        self._reporter.count_restored(work.history.finished.num_rows)
         logger.info("shard taken", job=work.job.id, shard=work.shard, rows=rows, **self._spans.taken(work))
         if shard is not self._fetcher.prepared:
             self._open(shard)

@@ -55,8 +55,8 @@ class HookedTracker(RunTracker):
         super().__init__()
         self._do = do
 
-    def set_plan(self, counts: Counts, expected_tokens: int, *, whole: bool) -> None:
-        super().set_plan(counts, expected_tokens, whole=whole)
+    def set_plan(self, counts: Counts, *, whole: bool = True) -> None:
+        super().set_plan(counts, whole=whole)
         self._do()
 
 

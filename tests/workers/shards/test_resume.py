@@ -23,6 +23,7 @@ from engine.groups import ended_choice
 from pipeline.inputs.pinning import pin_input
 from pipeline.jobs.planning import plan_job
 from pipeline.jobs.submit import JobOrder, submit
+from pipeline.jobs.summaries import summarize_job
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.results.shard_history import read_history
@@ -124,16 +125,20 @@ def begin(tmp_path: Path, source: Path, name: str, max_tries: int | None = None)
 
 
 def work_on(world: World, model: LoadedModel, iterations: float, kit: Any, **settings: Any) -> Manifest | None:
-    """Run one worker until the job ends, or until it dies after so many iterations."""
+    """Run one worker until the job ends, or until it dies after so many iterations. At the end its progress has
+    each row that was not committed before."""
     harness = PipelineHarness(world, JobLedger(world.store))
+    summary = summarize_job(harness.ledger)
+    assert summary.counts is not None
     harness.dispatcher.add(harness.ledger)
     source = DispatchingSource(harness, "w")
     how = WorkerSettings(report_interval_seconds=0, **{"checkpoint_seconds": 0, "max_open_shards": 2} | settings)
     worker = ShardWorker(model, source, source, world.clock, how, KillingObserver(iterations), kit.InlineExecutor())  # type: ignore[arg-type]
     try:
-        worker.run()
+        progress = worker.run()
     except ProcessKilled:
         return None
+    assert progress.rows + progress.counts.restored == summary.counts.pending
     for _ in range(3):
         world.clock.sleep(LIFETIME + 1)
         harness.dispatcher.tick()
