@@ -52,6 +52,14 @@ def say(message: str) -> None:
     stderr().print(Text(message))
 
 
+def announce_imports() -> None:
+    """Say to a terminal or notebook that the engine is imported now, if it isn't yet: torch and its libraries take
+    seconds, and half a minute on a busy machine."""
+    console = stderr()
+    if "torch" not in sys.modules and (console.is_terminal or console.is_jupyter):
+        console.print("importing the engine")
+
+
 def print_json(document: Any) -> None:
     """Print the one JSON document of a command. Types that JSON lacks (dates, paths) become text."""
     json.dump(document, sys.stdout, indent=2, ensure_ascii=False, default=_as_json)

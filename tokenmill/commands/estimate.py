@@ -126,6 +126,7 @@ def estimate(
     has. With --hardware it also says what fits there: bytes of weights and KV cache on each device, and how many
     requests.
     """
+    output.announce_imports()
     from tokenmill.config import job_options
     from tokenmill.config.engine_options import engine_options
     from tokenmill.local.dry_run import bytes_per_parameter

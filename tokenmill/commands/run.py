@@ -139,6 +139,9 @@ def run(
     With --prompt INPUT is a table without requests: each row becomes one. OUT/table.parquet is the table, in its order,
     with typed columns of answers.
     """
+    from tokenmill.output import announce_imports
+
+    announce_imports()
     from schemas.jobs.job import Tier as JobTier
     from tokenmill.config import job_options
     from tokenmill.config.engine_options import engine_options

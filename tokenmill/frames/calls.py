@@ -16,6 +16,7 @@ from tokenmill.frames.data.kinds import open_frame
 from tokenmill.frames.options import engine_names
 from tokenmill.frames.resident import Model, load_in_turn, name_and_options
 from tokenmill.frames.tasks.task import Answers, Task
+from tokenmill.output import announce_imports
 
 if TYPE_CHECKING:
     from tokenmill.frames.job import TableEstimate, TableJob
@@ -167,6 +168,7 @@ class TableCall:
         return CallRecord(url=self.task.url, column=self.column, texts=texts, body=dict(self.task.body))
 
     def _job(self, model: Model, options: Mapping[str, Any]) -> TableJob:
+        announce_imports()
         from tokenmill.frames.job import TableJob, engine_of
 
         engine = {name: value for name, value in options.items() if name in engine_names()}

@@ -1,0 +1,69 @@
+"""A call says at once, to people, that the engine is being imported: in a terminal, and nothing in a pipe."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tokenmill.command_processes import ROOT
+
+IMPORTED = "torch is imported here"
+CUT = f"""
+import importlib.abc, os, sys
+
+class CutTorch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            os.write(2, b"{IMPORTED}\\n")
+            os._exit(0)
+
+sys.meta_path.insert(0, CutTorch())
+"""
+MAP = "import tokenmill as tm\ntm.map([{'item': 'a'}], prompt='{{ item }}', model='demo')"
+DRY_RUN = "import tokenmill as tm\ntm.map([{'item': 'a'}], prompt='{{ item }}', model='demo', dry_run=True)"
+RUN = (
+    "sys.argv = 'tokenmill run in.jsonl --prompt prompt.txt --model demo --output out'.split()\n"
+    "import tokenmill.__main__\ntokenmill.__main__.main()"
+)
+ESTIMATE = (
+    "sys.argv = 'tokenmill estimate in.jsonl --model demo'.split()\n"
+    "import tokenmill.__main__\ntokenmill.__main__.main()"
+)
+
+
+def lines_before_torch(program: str, folder: Path, stderr: int) -> None:
+    """Run the program until it imports torch."""
+    (folder / "in.jsonl").write_text('{"item": "a"}\n')
+    (folder / "prompt.txt").write_text("{{ item }}")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb"}
+    subprocess.run([sys.executable, "-c", CUT + program], cwd=folder, stderr=stderr, env=environment, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [MAP, DRY_RUN, RUN, ESTIMATE])
+def test_given_a_terminal_when_called_then_the_import_is_announced_before_it_begins(
+    program: str, tmp_path: Path
+) -> None:
+    master, slave = pty.openpty()
+    try:
+        lines_before_torch(program, tmp_path, slave)
+        shown = os.read(master, 10_000).decode()
+    finally:
+        os.close(slave)
+        os.close(master)
+
+    assert shown.split("\r\n") == ["importing the engine", IMPORTED, ""]
+
+
+@pytest.mark.slow
+def test_given_no_terminal_when_called_then_nothing_is_announced(tmp_path: Path) -> None:
+    log = tmp_path / "stderr"
+    with log.open("wb") as file:
+        lines_before_torch(MAP, tmp_path, file.fileno())
+
+    assert log.read_text() == f"{IMPORTED}\n"
