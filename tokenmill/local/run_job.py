@@ -39,8 +39,10 @@ from tokenmill.local.data_parallel import divide
 from tokenmill.local.embedded import EmbeddedWork, Output, dispatch, open_output
 from tokenmill.local.model_rotation import compute_in_rotation
 from tokenmill.local.run_plan import RunPlan, check_judging, load_model
+from tokenmill.local.summary import reused_rows
 from tokenmill.local.tracker import RotationObserver, RunTracker
 from tokenmill.models.adapters import adapter_pins
+from tokenmill.output import say
 from tokenmill.processes.planner_process import PlannerProcess
 from workers.model.generation_config import sampling_defaults
 from workers.model.loaded_model import LoadedModel, check_vllm, dtype_name, engine_of, model_digest, model_path
@@ -104,6 +106,8 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
             )  # fmt: skip
         formers.close()
         segments = list(output.ledger.segments())
+        if plan.reuse is not None:
+            say(_reused_rows(segments))
         before, planner = 0, None
 
         def begin(progress: Progress) -> None:
@@ -219,6 +223,13 @@ def _accepts(plan: RunPlan, row: ValidRow, text: str, finish_reason: str | None)
         raise
     except Exception:  # noqa: BLE001 - the check fails with it; of a new answer that is the row's error
         return False
+
+
+def _reused_rows(segments: Sequence[PlanSegment]) -> str:
+    """The rows that take former answers, of those that are planned."""
+    return reused_rows(
+        sum(segment.reused for segment in segments), sum(segment.total for segment in segments), whole=segments[-1].last
+    )
 
 
 def open_shards(output: Output, segments: list[PlanSegment]) -> list[ShardRef]:

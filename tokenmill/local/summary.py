@@ -80,6 +80,11 @@ def show_cascade(outcome: CascadeOutcome, merged: Path) -> None:
     console.print(f"{merged}: {count(outcome.steps[0].rows)} rows", markup=False)
 
 
+def reused_rows(reused: int, total: int, *, whole: bool = True) -> str:
+    """How many rows took former answers. `whole`: whether the total is that of the job, not of its first rows."""
+    return f"reused {count(reused)} of {'' if whole else 'the first '}{count(total)} rows"
+
+
 def last_line(counts: Counts, output: Path | str) -> str:
     """The last line of a run, which always has the number of failed rows. `output`: the job's folder or URL."""
     not_good = counts.total - counts.succeeded

@@ -50,13 +50,14 @@ def manifest(job: Path) -> Any:
 
 @pytest.mark.slow
 def test_given_a_former_table_when_rows_are_appended_moved_and_edited_then_only_new_prompts_are_computed(
-    model: str, folder: Path
+    model: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     frame = pl.DataFrame({"id": range(20), "item": [f"number {n}" for n in range(20)]})
     arguments: Any = {"prompt": "{{ item }}?", "model": model, "output": SCHEMA, "max_tokens": 12, "temperature": 0}
     first = tm.map(frame, **arguments, output_dir=folder / "first")
     assert first["answer_key"].n_unique() == 20
     assert not first["answer_reused"].any()
+    assert "reused" not in capsys.readouterr().err
     assert first["answer_error"].null_count() < 20, "some forms are cut off"
 
     more = pl.DataFrame({"id": [20, 21], "item": ["another", "one more"]})
@@ -69,6 +70,7 @@ def test_given_a_former_table_when_rows_are_appended_moved_and_edited_then_only_
     assert computed(folder / "second") == sorted(21 - row for row in new)
     assert found.filter(~pl.col("answer_reused"))["id"].to_list() == new
     assert manifest(folder / "second")["reused"] == 19
+    assert capsys.readouterr().err.splitlines().count("reused 19 of 22 rows") == 2, "at the start and at the end"
     assert manifest(folder / "second")["usage"]["completion"] == found["answer_completion_tokens"].sum() > 0
     same = ["answer", "answer_error", "answer_finish_reason", "answer_key"]
     old = found.filter(pl.col("answer_reused"))

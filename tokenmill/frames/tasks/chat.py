@@ -60,15 +60,14 @@ class ChatAnswers:
         """The typed answers; one that doesn't fit is null, with its error."""
         values: list[Any] = []
         texts, reasons = results["text"].to_pylist(), results["finish_reason"].to_pylist()
-        tokens = results["completion_tokens"].to_pylist()
         for row, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
             value = None
             if errors[row] is None and text is None:
                 errors[row] = "invalid_answer: it has no text"
             if errors[row] is None and reason == "length" and not self.form.is_text:
                 errors[row] = (
-                    f"incomplete_answer: it was cut off after {tokens[row]} tokens; give another max_tokens, or a form "
-                    "that bounds its texts (maxLength, pydantic's Field(max_length=...))"
+                    "incomplete_answer: it was cut off; give another max_tokens, or a form that bounds its texts "
+                    "(maxLength, pydantic's Field(max_length=...))"
                 )
             if errors[row] is None:
                 try:

@@ -42,6 +42,7 @@ class Runs:
         """The results and the manifest."""
         ended = self.start(lines, *options, **more)
         assert ended.code == 0, ended.err
+        self.err: str = ended.err
         return self._results(self.out), json.loads((self.out / "manifest.json").read_text())
 
 
@@ -62,7 +63,7 @@ def questions(chat: Chat, count: int, **body: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_given_a_former_run_when_rows_are_appended_then_exactly_these_are_computed(
-    runs: Runs, chat: Chat, model_folder: Path
+    runs: Runs, chat: Chat, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     former, _ = runs.run(questions(chat, 20))
     folder, job = runs.out, json.loads((runs.out / "job.json").read_text())["id"]
@@ -76,6 +77,7 @@ def test_given_a_former_run_when_rows_are_appended_then_exactly_these_are_comput
     new = [rows["id 20"], rows["id 21"]]
     assert computed(runs.out) == sorted(row["row"] for row in new)
     assert (manifest["reused"], manifest["counts"]["succeeded"], manifest["counts"]["failed"]) == (20, 22, 1)
+    assert runs.err.splitlines().count("reused 20 of 23 rows") == 2, "at the start and at the end"
     assert manifest["usage"]["completion"] == sum(row["completion_tokens"] for row in new)
     assert [row["reused_from"] for row in new] == [None, None]
     for before in former:
@@ -85,7 +87,11 @@ def test_given_a_former_run_when_rows_are_appended_then_exactly_these_are_comput
         assert row["reused_from"] == job
         assert (row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"]) == (0, 0, 0)
 
+    monkeypatch.setenv("TOKENMILL_PLAN__FIRST_SEGMENT_ROWS", "10")
     again, manifest = runs.run(questions(chat, 22), "--reuse", runs.out)
+    assert [line for line in runs.err.splitlines() if line.startswith("reused")] == [
+        "reused 10 of the first 10 rows", "reused 22 of 22 rows",
+    ]  # fmt: skip
     assert computed(runs.out) == []
     assert (manifest["reused"], manifest["usage"]["completion"]) == (22, 0)
     assert {row["reused_from"] for row in again[:20]} == {job}, "it is the run that computed them"
@@ -111,6 +117,7 @@ def test_given_a_former_run_when_what_enters_the_answers_is_changed_then_all_are
     ):
         _, manifest = runs.run(lines, "--reuse", former, *options, model=model)
         assert (manifest["reused"], computed(runs.out)) == (0, [0, 1, 2])
+        assert runs.err.count("reused 0 of 3 rows") == 2
 
 
 @pytest.mark.slow
