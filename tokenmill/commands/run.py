@@ -160,8 +160,8 @@ def run(
         raise typer.BadParameter("takes neither a table (--prompt) nor a cascade (--then)", param_hint="--adapter")
     if max_tries is not None and then is not None:
         raise typer.BadParameter("is not for cascades: --accept judges their answers", param_hint="--max-tries")
-    if dry_run and (chat_template is not None or reuse is not None):
-        raise typer.BadParameter("takes no other --chat-template, and no --reuse", param_hint="--dry-run")
+    if dry_run and chat_template is not None:
+        raise typer.BadParameter("takes no other --chat-template", param_hint="--dry-run")
     settings, out = read_settings(), out.expanduser()
     engine = engine_options(
         settings, dtype=dtype, device=device, threads=threads, max_num_seqs=max_num_seqs,
@@ -186,7 +186,7 @@ def run(
         options = TableOptions(prompt, system, output_schema, output_column, sampling or (), limit)
         table = TableRun(input_, job_options.only_model(model), options, wanted, engine)
         if dry_run:
-            _show_estimate(table.estimate(price_per_hour), as_json=as_json)
+            _show_estimate(table.estimate(price_per_hour, reuse, content_policy, chat), as_json=as_json)
             return
         input_ = str(table.write_requests(out, fresh=fresh))
     plan = make_plan(

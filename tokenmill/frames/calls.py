@@ -141,9 +141,12 @@ class TableCall:
 
         if installation_of(options) is not None:
             raise InvalidCall("dry_run: an estimate is of this machine; leave out root and url")
-        if reuse is not None:
-            raise InvalidCall("reuse: an estimate is of all rows; leave out reuse or dry_run")
-        return self._job(model, options).estimate()
+        from tokenmill.frames.former import former_results
+
+        job = self._job(model, options)
+        with tempfile.TemporaryDirectory() as scratch:
+            former = None if reuse is None else former_results(reuse, job.answers, self.column, Path(scratch))
+            return job.estimate(reuse=former)
 
     def columns(self, answers: Answers, results: pa.Table) -> pa.Table:
         """The new columns from the results of all rows."""

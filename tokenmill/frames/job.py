@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,12 +29,13 @@ from tokenmill.frames.results import in_row_order, result_columns
 from tokenmill.local.estimate import JobDryRuns
 from tokenmill.local.execute import run_with_progress
 from tokenmill.local.pricing import price_of_worker
-from tokenmill.local.run_job import Load
-from tokenmill.local.run_plan import RunPlan, make_plan
+from tokenmill.local.run_job import Load, checked_pin, open_former_answers
+from tokenmill.local.run_plan import RunPlan, check_judging, make_plan
+from tokenmill.local.tracker import RunTracker
 from tokenmill.settings import read_settings
 from workers.model.loaded_model import model_path
 from workers.settings import AnswerCheck
-from workers.text.chat_options import OWN_CHAT
+from workers.text.chat_options import OWN_CHAT, ChatOptions
 
 if TYPE_CHECKING:
     from tokenmill.frames.calls import TableCall
@@ -50,8 +51,10 @@ class TableEstimate:
         expected_tokens, max_tokens: of all answers.
         seconds, cost: on this machine; None: unknown before 'tokenmill bench', and without a price per hour.
         sharing: what the order of `{% fields %}` saves; None without it.
-        shared_as_written: `shared_prefix_tokens` if the fields had the template's order; None without them.
+        shared_as_written: `shared_prefix_tokens` if the fields had the template's order; None without them, and with
+            `reuse`, whose answers are those of one order.
         max_tries: of a row; all other numbers are those of one try each. None: answers are not judged.
+        reused: rows that take former answers, and are in none of the numbers behind `rows`; None: without `reuse`.
     """
 
     rows: int
@@ -65,9 +68,11 @@ class TableEstimate:
     sharing: FieldSharing | None = None
     shared_as_written: int | None = None
     max_tries: int | None = None
+    reused: int | None = None
 
     def __str__(self) -> str:
-        lines = [f"rows             {self.rows:,} ({self.computed:,} computed)"]
+        reused = "" if self.reused is None else f", {self.reused:,} reused"
+        lines = [f"rows             {self.rows:,} ({self.computed:,} computed{reused})"]
         lines.append(f"input tokens     {self.prompt_tokens:,}")
         lines.append(f"  shared         {self.shared_prefix_tokens:,}, read from the prefix cache, not computed again")
         if self.shared_as_written is not None:
@@ -144,11 +149,19 @@ class TableJob:
             raise KeyboardInterrupt(f"stopped: {rows} rows are committed; {how_to_go_on(folder)}")
         return self.results(folder)
 
-    def plan(self, inputs: str | InputRef, folder: Path, reuse: Path | None, check: AnswerCheck | None) -> RunPlan:
+    def plan(
+        self,
+        inputs: str | InputRef,
+        folder: Path,
+        reuse: Path | None,
+        check: AnswerCheck | None,
+        content_policy: Sequence[str] | None = None,
+        chat: ChatOptions | None = None,
+    ) -> RunPlan:
         """The parameters of a run whose requests are in `inputs`. Raises what `make_plan` raises."""
         return make_plan(
-            inputs, [self._given_model], folder, self._wanted, self._engine, self._task.chat or OWN_CHAT,
-            price_per_hour=price_of_worker(self._settings), reuse=reuse, check=check,
+            inputs, [self._given_model], folder, self._wanted, self._engine, chat or self._task.chat or OWN_CHAT,
+            price_per_hour=price_of_worker(self._settings), content_policy=content_policy, reuse=reuse, check=check,
         )  # fmt: skip
 
     def results(self, folder: Path) -> pa.Table:
@@ -175,29 +188,70 @@ class TableJob:
         """The same job over other rows."""
         return TableJob(call, self._given_model, self._wanted, self._engine)
 
-    def estimate(self, price_per_hour: float | None = None) -> TableEstimate:
-        """The dry run of the job; of one with `{% fields %}` in both orders. `price_per_hour`: of this machine; None:
-        the settings' one."""
+    def estimate(
+        self,
+        price_per_hour: float | None = None,
+        reuse: Path | None = None,
+        content_policy: Sequence[str] | None = None,
+        chat: ChatOptions | None = None,
+    ) -> TableEstimate:
+        """The dry run of the job; of one with `{% fields %}` in both orders.
+
+        Args:
+            price_per_hour: of this machine; None: the settings' one.
+            reuse: former results, as of `run`.
+            content_policy, chat: which the keys of former results have, too; None: those of the settings and the task.
+
+        Raises:
+            InvalidCall: there are no such results, or they can't be used.
+        """
         options = replace(self._engine, speculate="off")
         with tempfile.TemporaryDirectory(prefix="tokenmill-") as scratch:
-            made = self._dry_runs(Path(scratch), options, as_written=False)
+            if reuse is None:
+                made = self._dry_runs(Path(scratch), options, as_written=False)
+            else:
+                made = self._dry_runs_with(reuse, Path(scratch), options, content_policy, chat)
             amount, sharing = made.amount(), self._requests.sharing
             as_written = None
-            if sharing is not None:
+            if sharing is not None and reuse is None:
                 as_written = self._dry_runs(Path(scratch), options, as_written=True).amount().shared_prefix_tokens
         speed = made.speed_here(self._settings.model_cache)
         seconds = None if speed is None else made.seconds(options, speed)
+        seconds = seconds if amount.unique else 0.0
         price = price_of_worker(self._settings, price_per_hour)
         cost = None if seconds is None or price is None else seconds / 3600 * price
         return TableEstimate(
             amount.rows, amount.unique, amount.prompt_tokens, amount.shared_prefix_tokens, amount.expected_tokens,
             amount.max_tokens, seconds, cost, sharing, as_written, self._wanted.max_tries,
+            None if reuse is None else amount.reused,
         )  # fmt: skip
 
     def _dry_runs(self, scratch: Path, options: EngineOptions, *, as_written: bool) -> JobDryRuns:
         path = scratch / REQUESTS
         self._requests.write(path, self._body, as_written=as_written)
         return JobDryRuns.of(pin(str(path)), self._model, self._wanted, options)
+
+    def _dry_runs_with(
+        self,
+        reuse: Path,
+        scratch: Path,
+        options: EngineOptions,
+        content_policy: Sequence[str] | None,
+        chat: ChatOptions | None,
+    ) -> JobDryRuns:
+        """The dry runs of the rows without a former answer, which are found as a run finds them."""
+        path = scratch / REQUESTS
+        self._requests.write(path, self._body)
+        check = self._task.judging.check_of(self._call.frame)
+        plan = self.plan(pin(str(path)), scratch / "job", reuse, check, content_policy, chat)
+        assert plan.reuse is not None
+        check_judging(plan)
+        try:
+            with open_former_answers(plan.reuse, plan, scratch, RunTracker()) as former:
+                pinned = checked_pin(plan, plan.models[0])
+                return JobDryRuns.of(plan.inputs, self._model, plan.settings, options, former=former, pinned=pinned)
+        except FormerUnusable as error:
+            raise InvalidCall(f"reuse: {error}") from error
 
 
 def how_to_go_on(folder: Path) -> str:

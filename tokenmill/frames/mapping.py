@@ -74,7 +74,7 @@ def map_rows(
             row is asked again, with its answer and the reason behind the same messages.
         max_tries: how often a row is asked, at most; 3 with `validate`. Without `validate` the output's own checks
             judge: those of a pydantic model's validators, or of a schema, and whether the answer was cut off.
-        dry_run: compute nothing; return an estimate of tokens, time and cost.
+        dry_run: compute nothing; return an estimate of tokens, time and cost, of the rows that `reuse` doesn't answer.
         **options: sampling parameters (`temperature`, `max_tokens`, `seed` and so on), as OpenAI and vLLM name them;
             and the engine's options (`quantize`, `kv_dtype`, `max_num_seqs` and so on), as `tokenmill run` has them.
             In place of the engine's, an installation that answers: `root`, s3://BUCKET/PREFIX or the folder of

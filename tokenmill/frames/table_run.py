@@ -25,6 +25,7 @@ from tokenmill.frames.job import TableEstimate, TableJob
 from tokenmill.frames.options import split_options
 from tokenmill.frames.prompts import MAX_TEMPLATE_CHARS
 from tokenmill.frames.tasks.chat import chat_task
+from workers.text.chat_options import ChatOptions
 
 TABLE: Final = "table.parquet"
 """The table with its answers, in the job's folder."""
@@ -78,9 +79,15 @@ class TableRun:
         self._call = TableCall(self._frame, task, column)
         self._job = TableJob(self._call, model, wanted, engine)
 
-    def estimate(self, price_per_hour: float | None) -> TableEstimate:
+    def estimate(
+        self,
+        price_per_hour: float | None,
+        reuse: Path | None,
+        content_policy: Sequence[str] | None,
+        chat: ChatOptions,
+    ) -> TableEstimate:
         """See `TableJob.estimate`."""
-        return self._job.estimate(price_per_hour)
+        return self._job.estimate(price_per_hour, reuse, content_policy, chat)
 
     def write_requests(self, folder: Path, *, fresh: bool) -> Path:
         """Write the requests into the job's folder; `fresh`: in place of another job's. Raises as `write_into_job`."""

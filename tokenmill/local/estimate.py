@@ -14,6 +14,7 @@ from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.system_clock import SystemClock, SystemRandomness
 from pipeline.planner import InputEstimate, ShardSample, measure, open_source
 from pipeline.planner.estimates.timing import estimate_worker_seconds
+from pipeline.planner.ports import FormerAnswers
 from pipeline.ports import World
 from schemas.jobs.inputs import InputRef
 from schemas.jobs.job import Job, JobSettings
@@ -52,12 +53,22 @@ class JobDryRuns:
 
     @classmethod
     def of(
-        cls, inputs: InputRef, model: ChosenModel, wanted: JobSettings, options: EngineOptions, *, exact: bool = False
+        cls,
+        inputs: InputRef,
+        model: ChosenModel,
+        wanted: JobSettings,
+        options: EngineOptions,
+        *,
+        exact: bool = False,
+        former: FormerAnswers | None = None,
+        pinned: ModelPin | None = None,
     ) -> JobDryRuns:
         """Plan the job in a temporary folder.
 
         Args:
             exact: count the tokens of every prompt, not of a sample.
+            former: answers that rows with the same keys take.
+            pinned: the model as a run pins it, with the digest that keys need; None: without former answers.
         """
         path = model_path(model.source.path)
         engine = choose_engine(path, options.engine, options.vllm_python).engine
@@ -68,7 +79,7 @@ class JobDryRuns:
             else resolve_model_dtype(path, options.dtype, device)
         )
         spec, encoder = describe_shape(path, dtype=computed)
-        pin = ModelPin(
+        pin = pinned or ModelPin(
             name=model.name, source=str(path), dtype=dtype_name(spec.dtype), quantization=options.quantize,
             kv_dtype=options.kv_dtype,
             sampling_defaults=sampling_defaults(path) if options.generation_config == "auto" else None,
@@ -80,7 +91,7 @@ class JobDryRuns:
             source = open_source(open_input(inputs).files(), inputs.format, wanted.limits, pin.name)
             planned = measure(
                 source, job, world, counter=token_counter(path), exact=exact, template=template_tokens(path),
-                sample=sample, max_model_len=None if encoder else spec.max_position,
+                sample=sample, max_model_len=None if encoder else spec.max_position, former=former,
             )  # fmt: skip
         return cls(planned, path, spec, pin, engine, options, job, sample, encoder)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from pipeline.planner.estimates.sample import ShardSample
 from pipeline.planner.plan import limited
-from pipeline.planner.ports import ModelRouting, RowSource, TokenCounter
+from pipeline.planner.ports import FormerAnswers, ModelRouting, RowSource, TokenCounter
+from pipeline.planner.reuse import take_reusable
 from pipeline.planner.seen_ids import SeenIds
 from pipeline.planner.segment import SegmentBuilder, SegmentTexts
 from pipeline.planner.segment_sizes import SegmentSizes
@@ -33,6 +34,7 @@ class InputEstimate:
         tokens_of_models: prompt and expected answer tokens, by model name.
         segments: number of segments that would be planned.  sequences: one for each choice of each unique request.
         certain_tokens: minimum tokens of the longest answer, for any output of the model.
+        reused: rows that would take answers of a former job.
     """
 
     rows: int
@@ -51,6 +53,7 @@ class InputEstimate:
     segments: int = 1
     sequences: int = 0
     certain_tokens: int = 0
+    reused: int = 0
 
     @property
     def computed_prompt_tokens(self) -> int:
@@ -69,6 +72,7 @@ def measure(
     sample: ShardSample | None = None,
     max_model_len: int | None = None,
     routing: ModelRouting | None = None,
+    former: FormerAnswers | None = None,
 ) -> InputEstimate:
     """Read and validate an input as planning would.
 
@@ -78,7 +82,7 @@ def measure(
         sample: collects shards for a dry run.
         max_model_len: tokens of the model's context: requests beyond it are counted as refused. Without `exact`, only
             requests whose max_tokens alone exceed it.
-        routing: see `plan`.
+        routing, former: see `plan`.
     Raises:
         InputError: the input can't be read.
     """
@@ -119,11 +123,14 @@ def measure(
             if batch.first_row >= end:
                 close()
                 builder, end = begin(), sizes.end(batch.first_row)
-            checked = validator.check(batch)
+            checked = validator.check(replace(batch, carried=None))
+            if former is not None:
+                now = world.clock.now()
+                taken = take_reusable(checked, former, None, created_at=job.created_at, at=now)
+                totals["reused"] += 0 if taken is None else taken.num_rows
             reasons.update(rejected.error.code for rejected in checked.rejected)
             totals["rows"] += len(batch.rows)
             totals["blank"] += batch.end_row - batch.first_row - len(batch.rows)
-            checked.batch = replace(batch, carried=None)
             builder.add(checked)
         close()
     return InputEstimate(
@@ -143,4 +150,5 @@ def measure(
         segments=totals["segments"],
         sequences=totals["sequences"],
         certain_tokens=totals["certain_tokens"],
+        reused=totals["reused"],
     )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,9 +65,18 @@ def test_given_a_former_table_when_rows_are_appended_moved_and_edited_then_only_
     edited = pl.concat([frame, more]).with_columns(
         item=pl.when(pl.col("id") == 3).then(pl.lit("number three")).otherwise(pl.col("item"))
     )
+    new = [3, 20, 21]
+    planned = tm.map(edited.reverse(), **arguments, reuse=folder / "first", dry_run=True)
+    left = tm.map(edited.reverse().filter(pl.col("id").is_in(new)), **arguments, dry_run=True)
+    assert planned == replace(left, rows=22, reused=19)
+    assert "rows             22 (3 computed, 19 reused)\n" in str(planned)
+    nothing = tm.map(frame, **arguments, reuse=folder / "first", dry_run=True)
+    assert (nothing.rows, nothing.reused, nothing.computed) == (20, 20, 0)
+    assert nothing.prompt_tokens == nothing.max_tokens == nothing.seconds == 0
+    capsys.readouterr()
+
     found = tm.map(edited.reverse(), **arguments, output_dir=folder / "second", reuse=folder / "first").reverse()
 
-    new = [3, 20, 21]
     assert computed(folder / "second") == sorted(21 - row for row in new)
     assert found.filter(~pl.col("answer_reused"))["id"].to_list() == new
     assert manifest(folder / "second")["reused"] == 19
@@ -92,7 +102,7 @@ def test_given_former_results_that_can_not_be_used_when_mapped_then_the_message_
     with pytest.raises(InvalidCall, match=r"reuse: .*no: no such folder; give the folder that a former run wrote"):
         tm.map(**arguments, output_dir=folder / "job", reuse=folder / "no")
     assert not (folder / "job/job.json").exists()
-    with pytest.raises(InvalidCall, match="reuse: an estimate is of all rows"):
+    with pytest.raises(InvalidCall, match=r"reuse: .*no: no such folder; give the folder that a former run wrote"):
         tm.map(**arguments, dry_run=True, reuse=folder / "no")
     tm.map(**arguments, output_dir=folder / "job")
     with pytest.raises(InvalidCall, match=r"reuse: .* is the output itself"):

@@ -193,6 +193,30 @@ def test_given_a_dry_run_when_made_then_it_prints_the_plan_and_writes_nothing(ru
 
 
 @pytest.mark.slow
+def test_given_former_answers_when_a_dry_run_is_made_then_it_counts_the_rows_that_the_run_reuses(
+    run: Cli, files: Path
+) -> None:
+    (files / "birds.toml").write_text("[[rule]]\nname = 'birds'\nkeywords = ['falcon']\n")
+    policy, form = ("--content-policy", "rules:birds.toml"), ("--reasoning-parser", "none")
+    assert run("in.parquet", "item.txt", "--limit", 2, *SHORT, *policy, *form).code == 0
+    (files / "out").rename(files / "former")
+    again = ("in.parquet", "item.txt", "--reuse", "former", *SHORT)
+
+    def planned(*options: object) -> tuple[int, int, int, int]:
+        ended = run(*again, "--dry-run", "--json", *options)
+        assert ended.code == 0, ended.err
+        found = ended.json()
+        return found["rows"], found["reused"], found["computed"], found["max_tokens"]
+
+    assert planned(*policy, *form) == (3, 2, 1, 2)
+    assert planned(*policy) == planned(*form) == (3, 0, 3, 6), "these enter the answers"
+    assert not (files / "out").exists()
+    assert "reused 2 of 3 rows" in run(*again, *policy, *form).err, "so does the run"
+    refused = run("in.parquet", "item.txt", "--reuse", "no", "--dry-run", *SHORT)
+    assert (refused.code, "no: no such folder" in refused.err) == (1, True), refused.err
+
+
+@pytest.mark.slow
 def test_given_a_killed_run_when_started_again_then_no_committed_row_is_computed_twice(
     run: Cli, files: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
