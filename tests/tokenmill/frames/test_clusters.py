@@ -1,26 +1,30 @@
-"""`tokenmill.map` over a Ray dataset and a Spark frame: the answers are those of one process, also if one is killed."""
+"""`tokenmill.map` over a Ray dataset, a Spark frame and by an installation: the answers are those of one process, also
+if a process is killed."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import polars as pl
 import pyarrow as pa
 import pytest
 
 import tokenmill as tm
+from tests.tokenmill.command_processes import Processes
 from tests.waiting import wait_for
 from tokenmill.errors import InvalidCall
 
 pytestmark = pytest.mark.clusters
 
-ROWS = 4_000
-BLOCK = 500
+ROWS = 2_000
+BLOCK = 250
 Choice = Literal["yes", "no"]
 CALL: dict[str, Any] = {
     "prompt": "{{ item }}?", "output": Choice, "max_tokens": 20, "temperature": 1.0, "seed": 7, "threads": 1,
@@ -40,8 +44,32 @@ def model(model_folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def here(table: pa.Table, model: str) -> list[dict[str, Any]]:
-    """The table, answered in this process."""
-    return rows_of(tm.map(table, model=model, **CALL))
+    """The table, answered in this process as a polars frame."""
+    frame = pl.from_arrow(table)
+    assert isinstance(frame, pl.DataFrame)
+    return rows_of(tm.map(frame, model=model, **CALL).to_arrow())
+
+
+def is_odd(answer: str, row: dict[str, Any]) -> str | None:
+    """For `validate`: refuse an answer of an odd number of characters, of every third row."""
+    return "odd" if row["row"] % 3 == 0 and len(answer) % 2 else None
+
+
+VALIDATED = {**CALL, "output": str, "max_tokens": 4, "validate": is_odd, "max_tries": 3}
+
+
+@pytest.fixture(scope="module")
+def validated_here(table: pa.Table, model: str) -> list[dict[str, Any]]:
+    """The first rows, answered in this process and judged."""
+    answered = tm.map(table.slice(0, BLOCK), model=model, **VALIDATED)
+    assert len(set(answered["answer_tries"].to_pylist())) > 1, "else nothing was asked again"
+    return judged(answered)
+
+
+def judged(table: pa.Table) -> list[dict[str, Any]]:
+    """The rows in their order, with their tries."""
+    rows = sorted(table.to_pylist(), key=lambda row: row["row"])
+    return [{name: row[name] for name in ("row", "answer", "answer_error", "answer_tries")} for row in rows]
 
 
 def rows_of(table: pa.Table) -> list[dict[str, Any]]:
@@ -104,6 +132,15 @@ def test_given_a_dataset_when_an_actor_is_killed_then_the_answers_are_those_of_o
     assert parts_of(tmp_path) == parts
 
 
+def test_given_a_validator_when_a_dataset_is_answered_then_rows_are_asked_again_as_in_one_process(
+    ray: Any, table: pa.Table, model: str, validated_here: list[dict[str, Any]]
+) -> None:
+    dataset = ray.data.from_arrow([table.slice(at, BLOCK // 2) for at in range(0, BLOCK, BLOCK // 2)])
+    answered = tm.map(dataset, model=model, concurrency=2, **VALIDATED)
+
+    assert judged(pa.concat_tables(answered.iter_batches(batch_format="pyarrow", batch_size=None))) == validated_here
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -123,9 +160,11 @@ def test_a_wrong_call_is_refused_before_anything_runs(
 @pytest.fixture(scope="module")
 def session() -> Iterator[Any]:
     sql = pytest.importorskip("pyspark.sql", reason="an environment of its own has it: make test-clusters")
-    made = sql.SparkSession.builder.master("local[2, 4]").config("spark.ui.enabled", "false").getOrCreate()
-    yield made
-    made.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYSPARK_PYTHON", sys.executable)  # else its workers run the first python3 in PATH
+        made = sql.SparkSession.builder.master("local[2, 4]").config("spark.ui.enabled", "false").getOrCreate()
+        yield made
+        made.stop()
 
 
 def test_given_a_frame_when_a_task_fails_then_the_answers_are_those_of_one_process(
@@ -138,6 +177,39 @@ def test_given_a_frame_when_a_task_fails_then_the_answers_are_those_of_one_proce
         found = answered.toArrow()
 
     assert rows_of(found) == here
+
+
+def test_given_a_validator_when_a_frame_is_answered_then_rows_are_asked_again_as_in_one_process(
+    session: Any, table: pa.Table, model: str, validated_here: list[dict[str, Any]]
+) -> None:
+    frame = session.createDataFrame(table.slice(0, BLOCK)).repartition(2)
+
+    assert judged(tm.map(frame, model=model, **VALIDATED).toArrow()) == validated_here
+
+
+def test_given_an_installation_when_its_worker_is_killed_then_the_answers_are_those_of_one_process(
+    table: pa.Table, model: str, here: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    processes = Processes(tmp_path, TOKENMILL_MODEL_CACHE=str(tmp_path / "cache"))
+    root = tmp_path / "data"
+    of_here = {name: CALL[name] for name in ("threads", "kv_cache_memory")}
+    call = {name: value for name, value in CALL.items() if name not in of_here}
+    program = [
+        "-m", "tokenmill", "serve", "--data", root, "--port", 0, "--settle", 0.2, "--model", model, "--threads", 1,
+        "--kv-cache-memory", of_here["kv_cache_memory"],
+    ]  # fmt: skip
+    found: list[pa.Table] = []
+    asking = threading.Thread(target=lambda: found.append(tm.map(table, model="tiny", root=root, **call)))
+    with closing(processes):
+        processes.url(processes.start(*program))
+        asking.start()
+        wait_for(lambda: any(root.glob("jobs/*/results/*")), "no shard has results", seconds=300)
+        processes.running[0].kill()
+        processes.running[0].wait()
+        processes.url(processes.start(*program))
+        asking.join()
+
+    assert rows_of(found[0]) == here
 
 
 def test_actors_are_rays(session: Any, table: pa.Table, model: str) -> None:
