@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import sha256
 from typing import Annotated, Literal
 
@@ -22,6 +23,7 @@ class ModelPin(StoredModel):
         source: folder, GGUF file or hub name of its weights.
         digest: of the weight files, "sha256:…"; with an adapter of its files, too.
         adapter: folder of the adapter that is computed with the weights; None: they are alone.
+        merged: the adapter was added to the weights at load: who computes this computes nothing else with them.
         base, base_digest: name of the model without the adapter, and digest of its weight files; None: there is none.
         revision: of a hub repository.
         quantization: of the weights at load; "none": as they are stored, "int8" quantizes activations too.
@@ -47,22 +49,35 @@ class ModelPin(StoredModel):
     adapter: str | None = None
     base: str | None = None
     base_digest: str | None = None
+    merged: bool = False
 
-    def with_adapter(self, name: str, folder: str, digest: str) -> ModelPin:
+    def with_adapter(self, name: str, folder: str, digest: str, *, merged: bool = False) -> ModelPin:
         """The pin of one of the model's adapters, by its name in requests; `digest`: of its files."""
-        both = sha256(f"{self.digest}\0adapter {digest}".encode()).hexdigest()
-        named = {"name": name, "adapter": folder, "digest": f"sha256:{both}"}
+        # In float32 sums of weights and sums of products differ by rounding, as two sets of instructions do: the same
+        # key. In fewer digits a merged weight loses some of its change, in every answer: another model.
+        kind = "merged adapter" if merged and self.dtype != "float32" else "adapter"
+        both = sha256(f"{self.digest}\0{kind} {digest}".encode()).hexdigest()
+        named = {"name": name, "adapter": folder, "digest": f"sha256:{both}", "merged": merged}
         return self.model_copy(update=named | {"base": self.name, "base_digest": self.digest})
 
     @property
+    def without_adapter(self) -> ModelPin:
+        """The pin of the weights alone."""
+        if self.adapter is None:
+            return self
+        alone = {"name": self.base, "digest": self.base_digest, "merged": False}
+        return self.model_copy(update=alone | dict.fromkeys(("adapter", "base", "base_digest")))
+
+    @property
     def loaded_name(self) -> str:
-        """The name of the model that workers load to answer: that of an adapter's model, else its own."""
-        return self.base or self.name
+        """The name of the model that workers load to answer: that of an adapter's model, unless it is merged into it,
+        else its own."""
+        return self.name if self.merged else self.without_adapter.name
 
     @property
     def base_key(self) -> str:
-        """The key of the model without an adapter: one that is loaded serves all pins that have the same."""
-        return self.key if self.adapter is None else self.model_copy(update={"digest": self.base_digest}).key
+        """The key of the loaded model: one that is loaded serves all pins that have the same."""
+        return self.key if self.merged else self.without_adapter.key
 
     @property
     def key(self) -> str:
@@ -72,6 +87,13 @@ class ModelPin(StoredModel):
         if self.engine != "tokenmill":
             facts += [self.engine, self.engine_version or "", *self.engine_options]
         return sha256("\0".join(facts).encode()).hexdigest()[:16]
+
+
+def merged_hint(pins: Iterable[ModelPin], name: str) -> str:
+    """The end of a message that there is no model of this name: what to do if an adapter was merged into it, else
+    nothing."""
+    merged = next((pin.name for pin in pins if pin.merged and pin.base == name), None)
+    return "" if merged is None else f"; {merged} was merged into it: name {merged}, or leave out --merge-adapter"
 
 
 class CatalogEntry(StoredModel):

@@ -23,7 +23,7 @@ from pipeline.scaling.tenant_backlog import TenantBacklog
 from schemas.jobs.inputs import InputRef
 from schemas.jobs.job import Job, JobSettings, OnInvalid, Tier
 from schemas.jobs.job_options import JobOptions
-from schemas.models import ModelPin
+from schemas.models import ModelPin, merged_hint
 from schemas.requests.errors import RowErrorCode
 from schemas.requests.limits import Limits, PlanSettings
 from schemas.virtual_models import VirtualModel
@@ -224,7 +224,8 @@ class Intake:
         virtual = self._virtual_models.find(name)
         if virtual is None:
             known = ", ".join([*pins, *(one.name for one in self._virtual_models.all())])
-            raise IntakeRefused(MODEL_NOT_FOUND, f"model {name[:80]!r} is not served here ({known})")
+            hint = merged_hint(pins.values(), name)
+            raise IntakeRefused(MODEL_NOT_FOUND, f"model {name[:80]!r} is not served here ({known}){hint}")
         return self._pins_for((virtual,), {}), (virtual,)
 
     def _pins_for(self, virtual_models: Sequence[VirtualModel], pins: Mapping[str, ModelPin]) -> tuple[ModelPin, ...]:

@@ -218,11 +218,12 @@ def _facts(order: Job | JobOrder) -> Iterator[tuple[str, Any]]:
         yield f"{name}.size", file.size
         yield f"{name}.sha256", file.sha256
         yield f"{name}.etag", file.etag
+    yield "merged_adapter", next((pin.name for pin in order.models if pin.merged), None)
     for index, pin in enumerate(order.models):
         name = "model" if len(order.models) == 1 else f"models[{index}]"
         facts = pin.model_dump(mode="json")
         if pin.digest is not None:  # the same weights may have another place or name
-            del facts["source"], facts["adapter"], facts["base"]
+            del facts["source"], facts["adapter"], facts["base"], facts["merged"]
         yield from _flat(name, facts)
     yield from _flat("settings", order.settings.model_dump(mode="json", exclude={"rows"}))
     yield "settings.rows", order.settings.rows and str(order.settings.rows)

@@ -17,7 +17,7 @@ from pipeline.models.catalog import Catalog
 from pipeline.ports import Clock, ObjectNotFound, ObjectStore, PipelineError
 from pipeline.routing.requests import RoutedRequest
 from pipeline.routing.rules import RuleRouter
-from schemas.models import CatalogEntry
+from schemas.models import CatalogEntry, merged_hint
 from schemas.virtual_models import VirtualModel
 
 VIRTUAL: Final = "virtual/"
@@ -121,10 +121,11 @@ class ModelResolver:
             raise InvalidRules(f"{virtual.name}: its rules chose {name[:80]!r}, which is not in the catalog any more")
         return entries[name]
 
-    def names(self) -> list[str]:
-        """The names of all served and virtual models, for messages."""
-        served = [entry.pin.name for entry in self._catalog.entries()]
-        return [*served, *(one.name for one in self._virtual.all())] if served else []
+    def why_missing(self, name: str) -> str | None:
+        """The message that there is no such model, with the names that there are; None: no model is served yet."""
+        served = [entry.pin for entry in self._catalog.entries()]
+        known = ", ".join([*(pin.name for pin in served), *(one.name for one in self._virtual.all())])
+        return f"model {name[:80]!r} is not served here ({known}){merged_hint(served, name)}" if served else None
 
 
 def _key(name: str) -> str:

@@ -18,7 +18,7 @@ from pipeline.planner.rejected_lines import RejectedLine
 from pipeline.planner.seen_ids import SeenIds
 from pipeline.planner.tokens import PromptTokens, TokenEstimator
 from schemas.jobs.job import Job, JobSettings
-from schemas.models import ModelPin
+from schemas.models import ModelPin, merged_hint
 from schemas.requests.dialects.registry import translate_error
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import (
@@ -128,6 +128,7 @@ class Validator:
         self._virtual = {virtual.name for virtual in job.settings.virtual_models or ()}
         self._routing = routing
         self._adds_logprobs = job.settings.cascade is not None and job.settings.cascade.needs_logprobs
+        self._models = job.models
         models = [model.name for model in job.models]
         only = job.settings.model
         self._names = [*models, *self._virtual] if only is None else [only]
@@ -208,8 +209,10 @@ class Validator:
         body = parse_body(line.url, line.body, self._settings.limits)
         if body.model not in self._names:
             known = ", ".join(self._names)
-            message = f"model {body.model[:80]!r} is not one of this job's models ({known}); name one of them, "
-            message += f"or run with --model {body.model[:80]}=MODEL"
+            message = f"model {body.model[:80]!r} is not one of this job's models ({known})"
+            message += merged_hint(self._models, body.model) or (
+                f"; name one of them, or run with --model {body.model[:80]}=MODEL"
+            )
             raise RowError(RowErrorCode.MODEL_NOT_FOUND, message, param="model")
         prompt, ends = prompt_bytes(body)
         prompt_tokens = self._estimator.prompt_tokens(body, len(prompt))

@@ -159,6 +159,9 @@ RECORDS: dict[str, StoredModel] = {
     ),
     "catalog-entry": ENTRY,
     "catalog-entry-adapter": CatalogEntry(pin=PIN.with_adapter("legal", "/adapters/legal", "cd" * 16), max_model_len=9),
+    "catalog-entry-merged": CatalogEntry(
+        pin=PIN.with_adapter("legal", "/adapters/legal", "cd" * 16, merged=True), max_model_len=9
+    ),
     "answer-files": AnswerFiles(
         files=(AnswerFile(key="jobs/job-1/results/part-00001.parquet", sha256=SHA, at=NOON, origin="job-1"),)
     ),

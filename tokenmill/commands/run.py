@@ -36,6 +36,7 @@ from tokenmill.config.cli_options import (
     MaxNumSeqs,
     MaxOutputTokens,
     MaxTries,
+    MergeAdapter,
     MicroBatches,
     Models,
     OnInvalid,
@@ -79,6 +80,7 @@ def run(
     max_cost: MaxCost = None,
     adapter: Adapters = None,
     max_loras: MaxLoras = 8,
+    merge_adapter: MergeAdapter = False,
     engine_name: EngineOption = None,
     engine_option: EngineOptionValues = None,
     dtype: DTypeOption = "auto",
@@ -172,6 +174,7 @@ def run(
         pipeline_parallel=pipeline_parallel, micro_batches=micro_batches,
         expert_parallel=expert_parallel, replicas=replicas, engine=engine_name,
         engine_option=engine_option, generation_config=generation_config, adapter=adapter, max_loras=max_loras,
+        merge_adapter=merge_adapter,
     )  # fmt: skip
     chat = job_options.chat_options(chat_template, reasoning_parser, thinking_token_budget, score_tokens)
     wanted = job_options.job_settings(

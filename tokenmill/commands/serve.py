@@ -31,6 +31,7 @@ from tokenmill.config.cli_options import (
     MaxLoras,
     MaxNumBatchedTokens,
     MaxNumSeqs,
+    MergeAdapter,
     MetricsPort,
     MicroBatches,
     Models,
@@ -91,6 +92,7 @@ def serve(
     speculate: SpeculateOption = None,
     adapter: Adapters = None,
     max_loras: MaxLoras = 8,
+    merge_adapter: MergeAdapter = False,
     generation_config: GenerationConfigOption = None,
     content_policy: ContentPolicies = None,
     device: DeviceOption = "auto",
@@ -156,6 +158,7 @@ def serve(
         expert_parallel=expert_parallel, engine=engine,
         engine_option=engine_option, generation_config=generation_config,
         adapter=adapter, max_loras=max_loras,
+        merge_adapter=merge_adapter,
     )  # fmt: skip
     chat = chat_options(chat_template, reasoning_parser, thinking_token_budget, score_tokens)
     loads = _loads(model, settings, options, chat)
@@ -202,6 +205,7 @@ def worker(
     speculate: SpeculateOption = None,
     adapter: Adapters = None,
     max_loras: MaxLoras = 8,
+    merge_adapter: MergeAdapter = False,
     generation_config: GenerationConfigOption = None,
     content_policy: ContentPolicies = None,
     device: DeviceOption = "auto",
@@ -255,6 +259,7 @@ def worker(
         expert_parallel=expert_parallel, replicas=replicas, engine=engine,
         engine_option=engine_option, generation_config=generation_config, role=role,
         adapter=adapter, max_loras=max_loras,
+        merge_adapter=merge_adapter,
     )  # fmt: skip
     chat = chat_options(chat_template, reasoning_parser, thinking_token_budget, score_tokens)
     loads = _loads(model, settings, options, chat)
@@ -423,6 +428,7 @@ def _loads(
     chosen = choose_engines(choose_models(models, settings.model_cache), options)
     first = chosen[0]
     path = model_path(first.source.path)
-    open_adapters(served_name(first), path, first.engine, len(chosen), options.adapters)  # before weights are loaded
-    loading = partial(load_any, config=options.config(), chat=chat, vllm_options=options.vllm)
+    config = options.config()
+    open_adapters(served_name(first), path, first.engine, len(chosen), config)  # before weights are loaded
+    loading = partial(load_any, config=config, chat=chat, vllm_options=options.vllm)
     return [partial(loading, one, generation_config=options.generation_config) for one in chosen]

@@ -190,6 +190,14 @@ MaxLoras = Annotated[
     int,
     typer.Option(min=1, help="Maximum adapters that are loaded at a time; rows with others wait."),
 ]
+MergeAdapter = Annotated[
+    bool,
+    typer.Option(
+        "--merge-adapter",
+        help="Add the only --adapter to the weights as they are loaded. Its requests then cost what the model's do, "
+        "and nothing answers by the model's own name. The weights must be dense (--quantize dense).",
+    ),
+]
 GenerationConfigOption = Annotated[
     GenerationConfig | None,
     typer.Option(

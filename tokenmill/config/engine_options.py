@@ -68,6 +68,7 @@ class EngineOptions:
     vllm_given: bool = False  # whether a command's option is among these
     adapters: tuple[tuple[str, str], ...] = ()  # as in LoraConfig
     max_loras: int = LoraConfig().max_loras
+    merge_adapter: bool = False  # as in LoraConfig
     vllm_python: Path | None = None  # of an environment with vLLM
 
     def config(
@@ -106,7 +107,7 @@ class EngineOptions:
             ),
             schedule=ScheduleConfig(self.max_num_seqs, self.max_num_batched_tokens, slo=self.slo, needed_seqs=rows),
             speculation=self._speculation(),
-            lora=LoraConfig(self.adapters, self.max_loras),
+            lora=LoraConfig(self.adapters, self.max_loras, merge=self.merge_adapter),
         )
 
     @property
@@ -162,6 +163,7 @@ def engine_options(
     role: Role = "both",
     adapter: Sequence[str] | None = None,
     max_loras: int = LoraConfig().max_loras,
+    merge_adapter: bool = False,
 ) -> EngineOptions:
     """The engine's options, from a command's options and the settings. `kv_cache_memory`, `kv_offloading_size` and
     `kv_cache_dir_size` in bytes; `speculate`, `engine` and `generation_config`: None is the settings' one;
@@ -169,10 +171,14 @@ def engine_options(
 
     Raises:
         ModelError: there is no such draft model or head.  InvalidOption: vLLM's options can't be set so.
-        UserError: a size is given without its folder.
+        UserError: a size is given without its folder, or adapters can't be used so.
     """
     if kv_cache_dir is None and kv_cache_dir_size is not None:
         raise UserError("--kv-cache-dir-size is given without --kv-cache-dir; give both, or leave it out")
+    if merge_adapter and len(adapter or ()) != 1:
+        raise UserError(f"--merge-adapter merges one --adapter into the model, not {len(adapter or ())}; give one")
+    if merge_adapter and max_loras != LoraConfig().max_loras:
+        raise UserError("--max-loras is of adapters beside the model; leave it out with --merge-adapter")
     vllm = named_values(engine_option or (), "--engine-option", "tensor_parallel_size=2")
     speculate = speculate or settings.speculate
     method, _, model = speculate.partition(":")
@@ -210,6 +216,7 @@ def engine_options(
         vllm_python=settings.vllm.python,
         adapters=_adapters(adapter or (), settings.model_cache),
         max_loras=max_loras,
+        merge_adapter=merge_adapter,
     )
 
 

@@ -41,7 +41,7 @@ from tokenmill.local.model_rotation import compute_in_rotation
 from tokenmill.local.run_plan import RunPlan, check_judging, load_model
 from tokenmill.local.summary import reused_rows
 from tokenmill.local.tracker import RotationObserver, RunTracker
-from tokenmill.models.adapters import adapter_pins
+from tokenmill.models.adapters import with_adapters
 from tokenmill.output import say
 from tokenmill.processes.planner_process import PlannerProcess
 from workers.model.generation_config import sampling_defaults
@@ -82,8 +82,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
     tracker.phase("checking the model")
     only_name = plan.settings.model or (plan.models[0].name if len(plan.models) == 1 else None)
     open_source(open_input(plan.inputs).files(), plan.inputs.format, plan.settings.limits, only_name)
-    pins = tuple(checked_pin(plan, model) for model in plan.models)
-    pins += adapter_pins(pins, plan.engine.adapters)
+    pins = with_adapters([checked_pin(plan, model) for model in plan.models], plan.engine.config())
     order = JobOrder(
         input=plan.inputs, models=pins, settings=plan.settings, tier=plan.tier, deadline=plan.deadline,
         max_cost=plan.max_cost, retry_of=plan.retry_of,

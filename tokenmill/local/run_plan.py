@@ -154,6 +154,7 @@ LoadAny = Callable[[RunPlan, ModelPin, list[PlanSegment] | None], LoadedModel]
 def load_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment] | None) -> LoadedModel:
     """Load the pinned model, with a KV cache no larger than these requests can use; None: for any requests."""
     needed = () if segments is None else (tokens_per_sequence(segments), sequences(segments), rows_at_once(segments))
+    pin = pin.without_adapter  # the engine's settings name the adapter that is merged
     return LoadedModel.load(
         Path(pin.source),
         name=pin.name,

@@ -76,7 +76,7 @@ class LoadedModel:
     """A model ready to serve.
 
     Attributes:
-        name: its name in requests.  aliases: other names that requests may use.
+        name: its name in requests; with a merged adapter that one's.  aliases: other names that requests may use.
         source: the folder or file it was loaded from.
         digest: "sha256:…", see `model_digest`.  revision: as named by its origin.
         max_num_seqs, max_num_batched_tokens: rows of the engine's running batch, and most tokens of a step.
@@ -86,6 +86,7 @@ class LoadedModel:
         gpu_uuids: see `engine.engine.gpu_uuids`.
         weightless: it replaces a model in tests and measurements; its answers are meaningless.
         adapters: those that requests may name instead of the model, by name.
+        merged: the adapter in its weights.  base: name of the model without it. None: there is none.
         block_exchange: of the engine's KV blocks with other engines; None: its settings don't enable it.
         grammars: compiles grammars for this model.
         adapter_names: names of the adapters, by the `ModelPin.key` of each.
@@ -113,6 +114,8 @@ class LoadedModel:
     max_num_batched_tokens: int = 0
     block_exchange: BlockExchange | None = None
     adapters: Mapping[str, AdapterFiles] = field(default_factory=dict)
+    merged: AdapterFiles | None = None
+    base: str | None = None
     grammars: Grammars = field(init=False, compare=False, repr=False)
     adapter_names: Mapping[str, str] = field(init=False, compare=False, repr=False)
 
@@ -170,7 +173,7 @@ class LoadedModel:
             engine_version=version_of_engine,
             engine_options=pinned_options(vllm_options or {}) if computing == "vllm" else (),
             sampling_defaults=defaults,
-            adapters=_adapters(engine, config),
+            **_adapters(engine, config, name),
             facts={"engine": computing, "engine_version": version_of_engine, **loaded.facts},
         )
 
@@ -258,9 +261,9 @@ class LoadedModel:
     def pin(self, name: str | None = None) -> ModelPin:
         """The pin of a job that runs on this model; `name`: of the model or of an adapter in its requests."""
         name = name or self.name
-        adapter = self.adapters.get(name)
+        adapter = self.merged or self.adapters.get(name)
         own = ModelPin(
-            name=name if adapter is None else self.name,
+            name=name if adapter is None else self.base or self.name,
             source=self.source,
             digest=self.digest,
             revision=self.revision,
@@ -272,11 +275,13 @@ class LoadedModel:
             engine_options=self.engine_options,
             sampling_defaults=self.sampling_defaults,
         )
-        return own if adapter is None else own.with_adapter(name, adapter.folder, adapter.digest)
+        if adapter is None:
+            return own
+        return own.with_adapter(name, adapter.folder, adapter.digest, merged=self.merged is not None)
 
     @property
     def pins(self) -> tuple[ModelPin, ...]:
-        """The pins of the model alone and of each adapter."""
+        """The pins of the model, and of each adapter beside it."""
         return self.pin(), *(self.pin(name) for name in self.adapters)
 
     def close(self) -> None:
@@ -296,13 +301,19 @@ class LoadedModel:
         return None
 
 
-def _adapters(engine: Engine | EncoderEngine | VLLMEngine, config: EngineConfig | None) -> dict[str, AdapterFiles]:
+def _adapters(engine: Engine | EncoderEngine | VLLMEngine, config: EngineConfig | None, model: str) -> dict[str, Any]:
+    """The attributes of a loaded model that its adapters set. With a merged one it has that one's name, so that no
+    request gets its answers under the name of `model`."""
     if config is None or not isinstance(engine, Engine):
         return {}
-    return {
-        name: AdapterFiles(folder, engine.adapters[name].hex(), (Path(folder) / WEIGHTS_FILE).stat().st_size)
-        for name, folder in config.lora.adapters
-    }
+    found = {}
+    for name, folder in config.lora.adapters:
+        digest = engine.merged_adapter or engine.adapters[name]
+        found[name] = AdapterFiles(folder, digest.hex(), (Path(folder) / WEIGHTS_FILE).stat().st_size)
+    if engine.merged_adapter is None:
+        return {"adapters": found}
+    ((name, files),) = found.items()
+    return {"name": name, "base": model, "merged": files, "aliases": frozenset[str]()}
 
 
 def engine_of(path: Path, wanted: EngineName | None = None) -> tuple[EngineName, str | None]:

@@ -256,8 +256,8 @@ class ShardReader:
                 assert len(prompts) == len(line.prompts), "prompts are encoded before"
                 request = translator.request(request_id, tried, prompts, line.hints)
                 given_tokens = sum(map(len, prompts))
-            if pin is not None and pin.adapter is not None:
-                request = replace(request, adapter=self.model.adapter_names[pin.key])
+            if pin is not None and pin.adapter is not None:  # a merged one is not named
+                request = replace(request, adapter=self.model.adapter_names.get(pin.key))
             request = request if logged is None else resume(self.model.engine, request, logged)
         except RowError as error:
             line.error = translate_error(line.url, error)

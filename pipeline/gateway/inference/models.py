@@ -8,7 +8,7 @@ from pipeline.models.catalog import Catalog
 from pipeline.models.virtual_models import VirtualModels
 from pipeline.ports import ObjectStore
 from schemas.jobs.batch import unix_time
-from schemas.models import CatalogEntry
+from schemas.models import CatalogEntry, merged_hint
 from schemas.virtual_models import VirtualModel
 
 
@@ -33,8 +33,9 @@ class ServedModels:
             virtual = self._virtual.find(name)
             if virtual is not None and (described := self._describe(virtual)) is not None:
                 return described
-            known = ", ".join(other.pin.name for other in self._catalog.entries()) or "none yet: start a worker"
-            message = f"model {name[:80]!r} is not served here ({known})"
+            served = [other.pin for other in self._catalog.entries()]
+            known = ", ".join(pin.name for pin in served) or "none yet: start a worker"
+            message = f"model {name[:80]!r} is not served here ({known}){merged_hint(served, name)}"
             raise ApiError(404, "model_not_found", message, param="model")
         return _response(entry)
 

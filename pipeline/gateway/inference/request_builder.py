@@ -423,11 +423,10 @@ class InferenceRequestBuilder:
             tokens, now = estimate_prompt_tokens(body), self._world.clock.now()
             return self._resolver.choose(found, RoutedRequest(body, tokens, caller.tenant, tier, now))
         if found is None:
-            names = self._resolver.names()
-            if not names:
+            missing = self._resolver.why_missing(name)
+            if missing is None:
                 raise unavailable("no model is served here yet; ask again when a worker is up", "no_model", seconds=10)
-            message = f"model {name[:80]!r} is not served here ({', '.join(names)})"
-            raise ApiError(404, "model_not_found", message, param="model")
+            raise ApiError(404, "model_not_found", missing, param="model")
         return found
 
 

@@ -249,14 +249,13 @@ class GenerateCalls:
             if isinstance(found, VirtualModel):
                 tokens, now = estimate_prompt_tokens(body), self._clock.now()
                 return self._models.choose(found, RoutedRequest(body, tokens, tenant, tier, now)).pin
-            names = [] if found is not None else self._models.names()
+            missing = None if found is not None else self._models.why_missing(body.model)
         except PipelineError as error:
             raise TryLater(f"unavailable: {error}; ask again later") from error
         if found is None:
-            if not names:
+            if missing is None:
                 raise TryLater("no_model: no model is served here yet; ask again when a worker is up")
-            message = f"model {body.model[:80]!r} is not served here ({', '.join(names)})"
-            raise RowError(RowErrorCode.MODEL_NOT_FOUND, message, param="model")
+            raise RowError(RowErrorCode.MODEL_NOT_FOUND, missing, param="model")
         return found.pin
 
     # -- results

@@ -61,3 +61,15 @@ def test_given_pins_when_their_keys_are_made_then_weights_and_arithmetic_count_a
     changes = [{"digest": "sha256:2"}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"kv_dtype": "int8"}]
     changes += [{"engine": "vllm"}]
     assert len({pin.key, *(pin.model_copy(update=change).key for change in changes)}) == len(changes) + 1
+
+
+def test_given_a_merged_adapter_then_only_float32_shares_the_key_with_the_one_beside_the_model() -> None:
+    base = ModelPin(name="base", source="b", digest="sha256:1", dtype="float32")
+    for dtype, is_shared in (("float32", True), ("bfloat16", False), ("float16", False)):
+        pin = base.model_copy(update={"dtype": dtype})
+        beside, merged = (pin.with_adapter("a", "/a", "ab", merged=merged) for merged in (False, True))
+        assert (beside.key == merged.key) is is_shared
+        assert beside.without_adapter == merged.without_adapter == pin
+        # Workers with the base answer for the one beside it; for the merged one only those that merged it.
+        assert (beside.base_key, beside.loaded_name) == (pin.key, "base")
+        assert (merged.base_key, merged.loaded_name) == (merged.key, "a")

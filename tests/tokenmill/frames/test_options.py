@@ -49,6 +49,7 @@ def test_the_keywords_are_the_options_of_the_engine_that_commands_have() -> None
         "role",
         "adapter",
         "max_loras",
+        "merge_adapter",
     }
 
     assert get_type_hints(EngineKeywords).keys() - {"concurrency"} == options  # that one is of clusters

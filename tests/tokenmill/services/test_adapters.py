@@ -131,20 +131,52 @@ def test_given_workers_with_different_adapters_then_each_answers_for_its_own(
     processes.variables |= {"TOKENMILL_REDIS_URL": redis_server.url, "TOKENMILL_ROOT": str(folder / "root")}
     command = "-m", "tokenmill"
     url = processes.url(processes.start(*command, "gateway", "--port", 0))
-    for name in ("a0", "a1"):
-        processes.start(*command, "worker", *engine[:6], "--adapter", f"{name}={name}")
+    for name, *more in (("a0",), ("a1",), ("a2", "--merge-adapter")):
+        processes.start(*command, "worker", *engine[:6], "--adapter", f"{name}={name}", *more)
     processes.start(*command, "dispatcher")
     client = OpenAI(base_url=f"{url}/v1", timeout=HANG_SECONDS, api_key="none", max_retries=0)
-    wait_for(lambda: len(client.models.list().data) == 3, "the adapters are not served")
-    lines = [chat(f"{name} {n}", f"number {n}", model=name) for n in range(4) for name in ("tiny", "a0", "a1")]
+    wait_for(lambda: len(client.models.list().data) == 4, "the adapters are not served")
+    lines = [chat(f"{name} {n}", f"number {n}", model=name) for n in range(4) for name in NAMES]
     file = client.files.create(file=("in.jsonl", as_jsonl(lines)), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
     texts = {line["custom_id"]: content_of(client.chat.completions.create(**line["body"])) for line in lines}
     done = ended(client, batch.id)
-    assert (done.request_counts.completed, done.request_counts.failed) == (12, 0)
+    assert (done.request_counts.completed, done.request_counts.failed) == (16, 0)
     output = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]
     assert {line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"] for line in output} == texts
-    assert len({texts["tiny 0"], texts["a0 0"], texts["a1 0"]}) == 3
+    assert len({texts[f"{name} 0"] for name in NAMES}) == 4
+
+
+def test_given_a_merged_adapter_when_served_then_it_is_the_only_model(
+    processes: Processes, engine: list[str], chat: Any, write_lines: Callable[..., Path], tokenmill: Any, results: Any
+) -> None:
+    # Given the answers of an adapter beside its model,
+    lines = [chat(f"{n}", f"number {n}", model="a0", max_tokens=8) for n in range(3)]
+    assert tokenmill("run", write_lines(*lines), "--output", "alone", *engine[:8]).code == 0
+    want = [row["text"] for row in results(processes.folder / "alone")]
+    # when it is served merged, then it is listed alone, with the model as its parent,
+    served = processes.start("-m", "tokenmill", "serve", "--data", "data", "--port", 0, *engine[:8], "--merge-adapter")
+    client = OpenAI(base_url=f"{processes.url(served)}/v1", timeout=HANG_SECONDS, api_key="none", max_retries=0)
+    (model,) = [model.model_dump() for model in client.models.list()]
+    assert (model["id"], model["parent"]) == ("a0", "tiny")
+    # calls and a job by its name have the same answers as beside the model, which nothing answers for,
+    assert [content_of(client.chat.completions.create(**line["body"])) for line in lines] == want
+    hint = r"'tiny' is not served here \(a0\); a0 was merged into it: name a0, or leave out --merge-adapter"
+    with pytest.raises(openai.NotFoundError, match=hint):
+        client.chat.completions.create(**{**lines[0]["body"], "model": "tiny"})
+    with pytest.raises(openai.NotFoundError, match=hint):
+        client.models.retrieve("tiny")
+    of_model = [chat("tiny", "number 0", model="tiny")]
+    file = client.files.create(file=("in.jsonl", as_jsonl(lines + of_model)), purpose="batch")
+    options = {"tokenmill": {"on_invalid": "row"}}
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", extra_body=options)
+    done = ended(client, batch.id)
+    output = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]
+    assert [line["response"]["body"]["choices"][0]["message"]["content"] for line in output] == want
+    error = json.loads(client.files.content(done.error_file_id).text)
+    assert "a0 was merged into it" in error["error"]["message"]
+    catalog = [json.loads(path.read_bytes())["pin"] for path in (processes.folder / "data/catalog").iterdir()]
+    assert [(pin["name"], pin["base"], pin["merged"]) for pin in catalog] == [("a0", "tiny", True)]
 
 
 def test_given_adapters_that_can_not_be_served_then_serve_says_why(

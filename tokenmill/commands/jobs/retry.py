@@ -205,6 +205,7 @@ def retry(
         engine_option=list(pin.engine_options) if as_begun == "vllm" and not model else None,
         generation_config=None if model else _generation_config(first.job.models),
         adapter=adapters_of(first.job.models),
+        merge_adapter=any(one.merged for one in first.job.models),
     )  # fmt: skip
     chat = chat_options(chat_template, reasoning_parser, thinking_token_budget, score_tokens)
     plan = _plan(
@@ -308,7 +309,7 @@ def _models(job: Job, given: list[str], cache: Path, *, same_template: bool) -> 
     from tokenmill.models.sources import ModelSource
 
     chosen = job_options.choose_models(given, cache)
-    pins = [pin for pin in job.models if pin.adapter is None]
+    pins = [pin.without_adapter for pin in job.models if pin.adapter is None or pin.merged]
     if len(pins) == 1 and len(chosen) == 1:
         (pin,), (one,) = pins, chosen
         return (job_options.ChosenModel(pin.name, one.source) if one.name == given[0] else one,)

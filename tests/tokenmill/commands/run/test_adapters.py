@@ -13,6 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.quant.quantize import write_quantized
+from engine.quant.writing import Scheme
+
 Chat = Callable[..., dict[str, Any]]
 Cli = Callable[..., Any]
 Results = Callable[[Path], list[dict[str, Any]]]
@@ -89,4 +92,59 @@ def test_given_adapters_that_do_not_fit_when_run_then_nothing_is_begun(
     settings = folder / "a0/adapter_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"use_dora": True}))
     assert "DoRA is not supported" in tokenmill(*start, *given).error
+    assert not (folder / "out/job.json").exists()
+
+
+def test_given_an_adapter_to_merge_when_run_then_it_answers_in_the_models_place(
+    tokenmill: Cli, folder: Path, model_folder: Path, given: list[str], chat: Chat, write_lines: Write, results: Results
+) -> None:
+    # Given rows of an adapter, and one that names the model, which nothing answers without the adapter,
+    model, merging = ["--model", f"tiny={model_folder}", *FLOAT], [*given[:2], "--merge-adapter"]
+    lines = [chat(f"{n}", text=f"number {n}", model="a0") for n in range(4)]
+    path = write_lines(*lines, chat("of the model", model="tiny"))
+    assert tokenmill("run", write_lines(*lines, name="a.jsonl"), "--model", "a0=m0", *FLOAT, "-o", "want").code == 0
+    texts = [row["text"] for row in results(Path("want"))]
+    # when it is merged, then rows have the answers of the model that PEFT would save,
+    ended = tokenmill("run", path, *model, *merging, "-o", "out", "--json")
+    assert ended.code == 0, ended.err
+    *rows, refused = results(Path("out"))
+    assert [row["text"] for row in rows] == texts
+    assert {row["model"] for row in rows} == {"a0"}
+    # and the other one is refused, with what to do.
+    assert refused["error_code"] == "model_not_found"
+    assert "(a0); a0 was merged into it: name a0, or leave out --merge-adapter" in refused["error_message"]
+    # The folder belongs to the job with the merged one, as one without belongs to that, though in float32 the answers
+    # of both are the same.
+    apart = tokenmill("run", path, *model, *given[:2], "-o", "apart", "--reuse", "out")
+    assert apart.code == 0, apart.err
+    assert [row["text"] for row in results(Path("apart"))[:4]] == texts
+    assert len(list(Path("apart").glob("plans/*/shards/*.parquet"))) == 1  # the model's row alone
+    assert "merged_adapter was a0, now None" in tokenmill("run", path, *model, *given[:2], "-o", "out").error
+    assert "merged_adapter was None, now a0" in tokenmill("run", path, *model, *merging, "-o", "apart").error
+    assert tokenmill("run", path, *model, *merging, "-o", "out").code == 0
+    # In bfloat16 they are not: the sum is rounded.
+    rounded = ["run", path, *model[:2], "--dtype", "bfloat16", "--limit", 4]
+    assert tokenmill(*rounded, *given[:2], "-o", "b").code == 0
+    assert tokenmill(*rounded, *merging, "-o", "merged", "--reuse", "b").code == 0
+    assert list(Path("merged").glob("plans/*/shards/*.parquet"))
+    # A retry merges again.
+    again = tokenmill("jobs", "retry", "out", "-o", "retried", "--only", "failed", "--include-invalid", "--json")
+    assert again.code == 0, again.err
+    assert [model["merged"] for model in json.loads(Path("retried/job.json").read_bytes())["models"]] == [True]
+
+
+def test_given_what_can_not_be_merged_when_run_then_nothing_is_begun(
+    tokenmill: Cli, folder: Path, model_folder: Path, given: list[str], chat: Chat, write_lines: Write
+) -> None:
+    start = ["run", write_lines(chat("one")), "-o", "out", "--merge-adapter", *FLOAT, "--model"]
+    model, one = f"tiny={model_folder}", given[:2]
+    assert "merges one --adapter into the model, not 0; give one" in tokenmill(*start, model).error
+    assert "not 2; give one" in tokenmill(*start, model, *given).error
+    assert "--max-loras is of adapters beside the model" in tokenmill(*start, model, *one, "--max-loras", 2).error
+    assert "quantized to int8 at load" in tokenmill(*start, model, *one, "--quantize", "int8").error
+    (folder / "small").mkdir()
+    write_quantized(model_folder, folder / "small", Scheme("int8"))
+    refused = tokenmill(*start, "tiny=small", *one).error
+    assert "which is int8: the sum would be rounded" in refused
+    assert "--quantize dense, which takes 4 bytes for each of" in refused
     assert not (folder / "out/job.json").exists()
