@@ -31,6 +31,11 @@ STATUS_OF_ERROR: dict[RowErrorCode, RowStatus] = {
 """All other errors end a row as failed."""
 
 
+def line_of_input(row: int) -> str:
+    """Where messages say that a row is: by its line, from 1."""
+    return f"line {row + 1} of the input"
+
+
 @dataclass(frozen=True, slots=True)
 class ResultRow:
     """A row of `schemas.jobs.arrow_schemas.RESULT_FIELDS`, in its order. Times are aware, UTC.
@@ -91,7 +96,7 @@ class ResultRow:
     ) -> ResultRow:
         """The result of a row that ends with `error`. The message contains the line number: in the whole input, or in
         the file that the error names if that number is another."""
-        where = f"line {row + 1} of the input" if error.line in (None, row + 1) else f"line {error.line}"
+        where = line_of_input(row) if error.line in (None, row + 1) else f"line {error.line}"
         return cls(
             custom_id=custom_id,
             row=row,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
+from schemas.jobs.results import line_of_input
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.data.frame import Frame
 from tokenmill.frames.data.kinds import open_frame
@@ -39,6 +40,14 @@ def _is_reused(origins: pa.ChunkedArray) -> pa.Array:
     if pa.types.is_null(origins.type):
         return pa.nulls(len(origins), pa.bool_())
     return origins.is_valid().combine_chunks()
+
+
+def _at_row(message: str | None, row: int | None) -> str | None:
+    """The message of a row's error, with the row's position in the table in place of its request's line."""
+    if message is None or row is None:
+        return message
+    line = f"{line_of_input(row)}: "
+    return f"row {row}: {message[len(line) :]}" if message.startswith(line) else message
 
 
 def run_call(
@@ -157,8 +166,11 @@ class TableCall:
 
     def columns_of(self, answers: Answers, results: pa.Table) -> pa.Table:
         """The new columns from these results."""
-        codes, messages = results["error_code"].to_pylist(), results["error_message"].to_pylist()
-        errors = [None if code is None else f"{code}: {message}" for code, message in zip(codes, messages, strict=True)]
+        said = (results[name].to_pylist() for name in ("error_code", "error_message", "row"))
+        errors = [
+            None if code is None else f"{code}: {_at_row(message, row)}"
+            for code, message, row in zip(*said, strict=True)
+        ]
         own = answers.columns(results, errors)
         columns = [own[suffix] if suffix in own else _COMMON[suffix](results, errors) for suffix in self._names]
         return pa.table(columns, names=list(self.names))

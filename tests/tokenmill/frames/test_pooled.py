@@ -76,10 +76,7 @@ def test_given_a_table_of_every_kind_when_embedded_then_vectors_are_those_of_the
     assert rows[0]["embedding"] == rows[3]["embedding"] != rows[2]["embedding"]
     assert np.linalg.norm(rows[0]["embedding"]) == pytest.approx(1, abs=1e-5)
     assert rows[1]["embedding"] is None
-    assert (
-        rows[1]["embedding_error"]
-        == "invalid_request: line 2 of the input: input is empty; give some text or token ids"
-    )
+    assert rows[1]["embedding_error"] == "invalid_request: row 1: input is empty; give some text or token ids"
     assert [row["embedding_error"] for row in rows[::2]] == [None, None]
     assert rows[0]["embedding_prompt_tokens"] > 0
 

@@ -63,7 +63,8 @@ def test_given_a_function_when_it_refuses_answers_then_rows_are_asked_again_and_
 
     assert found["answer_tries"].to_list() == [1, 2, 2] * 2
     assert found["answer_error"].is_null().to_list() == [True, True, False] * 2
-    assert found["answer_error"][2] == "invalid_answer: line 3 of the input: try 2 of number 2 is bad"
+    assert found["answer_error"][2] == "invalid_answer: row 2: try 2 of number 2 is bad"
+    assert found["answer_error"][5].startswith("invalid_answer: row 5: "), "its copy has its own position"
     assert {answer for _, answer in seen} <= {"yes", "no"}
     assert found["answer_completion_tokens"].sum() == manifest(folder / "job")["usage"]["completion"]
     assert found["answer_prompt_tokens"].sum() == manifest(folder / "job")["usage"]["prompt"]
