@@ -28,7 +28,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check --no-compile -qq $(PIP_A
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-slow test-all test-bench install-vllm test-vllm test-clusters test-page test-memory test-servers chaos cluster cluster-faults hostile releases simulate fuzz-http infra infra-apply sbom alerts observability lint format bench gpu-bench fleet streams test-torch211 lm-eval clean
+.PHONY: help install run test test-slow test-all test-bench install-vllm test-vllm test-clusters test-page test-memory test-emulated test-servers chaos cluster cluster-faults hostile releases simulate fuzz-http infra infra-apply sbom alerts observability lint format bench gpu-bench fleet streams test-torch211 lm-eval clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,16 @@ test-memory: $(VENV)/.dev.stamp  ## run the tests of the native kernels under Ad
 		$(filter-out %scheduler.py %properties.py %overhead.py,$(wildcard tests/engine/scheduler/test_*.py)) \
 		tests/engine/runner/test_cache_planning.py $(wildcard tests/engine/test_*.py) \
 		$(PYTEST_ARGS) || { cat $(ASAN)/report.* 2>/dev/null; exit 1; }
+
+test-emulated: export OMP_NUM_THREADS := 1
+test-emulated: export TOKENMILL_NATIVE_CACHE := $(abspath out/emulated)
+test-emulated: $(VENV)/.dev.stamp  ## run the tests of the native kernels with AVX-512, its bfloat16 and AMX, all emulated on AVX2 (needs g++)
+	for name in avx512 avx512_bf16 amx; do \
+		EMULATE_KERNELS=$$name $(PY) -m pytest $(PARALLEL) -m "not exhaustive" -k "not avx2" \
+			--ignore tests/engine/native/test_native_build.py --ignore tests/engine/native/test_emulated_paths.py \
+			$(addprefix tests/engine/,native adapters attention test_exactness.py models/test_recurrence.py models/test_latent.py) \
+			$(PYTEST_ARGS) || exit 1; \
+	done
 
 test-servers: $(VENV)/.dev.stamp  ## run the exhaustive tests of pipeline/: a durable S3 server, 50 Kafka rebalances, planning at scale, the scaling policy
 	$(PY) -m pytest -m exhaustive tests/pipeline $(PYTEST_ARGS)

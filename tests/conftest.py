@@ -66,6 +66,10 @@ def pytest_configure() -> None:
     a test starts, and that is to be interrupted."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "EMULATE_KERNELS" in os.environ:
+        from tests.native_paths import emulate_as_asked  # noqa: PLC0415 - it imports torch
+
+        emulate_as_asked()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -26,7 +26,9 @@ from dataclasses import replace
 import numpy as np
 import engine.runner.runner
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
+from tests.native_paths import emulate_as_asked
 
+emulate_as_asked()
 PAGES, held = ctypes.CDLL(None, use_errno=True), []
 PAGES.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
