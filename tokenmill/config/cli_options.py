@@ -398,7 +398,9 @@ TableSystem = Annotated[
 OutputSchema = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="With --prompt: the JSON schema that answers must have. Its type is the column's."
+        metavar="FILE",
+        help="With --prompt: the JSON schema that answers must have. Its type is the column's; "
+        'texts to choose from are {"enum": ["good", "bad"]}.',
     ),
 ]
 OutputColumn = Annotated[

@@ -20,6 +20,9 @@ from tokenmill.errors import InvalidCall
 MAX_REFERENCES: Final = 32
 """From a schema to another in a row."""
 
+ANNOTATIONS: Final = frozenset({"$schema", "$id", "$comment", "title", "description", "default", "examples"})
+"""Keywords of a schema that constrain nothing."""
+
 Output = type[str] | type[BaseModel] | Mapping[str, Any]
 """The given form; `Literal[...]` too, which has no type of its own."""
 
@@ -67,9 +70,21 @@ def answer_form(output: Any) -> AnswerForm:
     if isinstance(output, type) and issubclass(output, BaseModel):
         return _of_model(output)
     if isinstance(output, dict):
+        if (texts := _enum_of_texts(output)) is not None:
+            return _choices(texts)
         kind, convert = _typed(output, output)
         return AnswerForm(_request(output), kind, lambda text: convert(_load(text)), _load)
     raise InvalidCall("output: must be str, Literal[...], a pydantic model, or a JSON schema as a dict")
+
+
+def _enum_of_texts(schema: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The texts of a schema that says the same as a `Literal` of texts; None: it says something else."""
+    texts, rest = schema.get("enum"), schema.keys() - ANNOTATIONS - {"enum"}
+    if rest - {"type"} or ("type" in rest and schema["type"] != "string"):
+        return None
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+        return None
+    return tuple(texts)
 
 
 def _choices(values: tuple[Any, ...]) -> AnswerForm:

@@ -100,7 +100,8 @@ def test_given_a_recursive_model_when_typed_then_the_recursion_is_json_text() ->
         (Literal[True, False], pa.bool_(), "false", False),
         ({"type": "integer"}, pa.int64(), "3.0", 3),
         ({"type": ["number", "null"]}, pa.float64(), "null", None),
-        ({"enum": ["a", "b"]}, pa.string(), '"a"', "a"),
+        ({"enum": ["a", "b"]}, pa.dictionary(pa.int32(), pa.string()), "a", "a"),
+        ({"enum": ["a", ""]}, pa.string(), '"a"', "a"),
         ({"enum": ["a", 1]}, pa.string(), "1", "1"),
         ({"type": "array", "items": {"type": "boolean"}}, pa.list_(pa.bool_()), "[true]", [True]),
         ({"$ref": "#/$defs/x", "$defs": {"x": {"type": "number"}}}, pa.float64(), "2", 2.0),
@@ -117,6 +118,22 @@ def test_given_an_output_when_parsed_then_type_and_value_fit(output: Any, kind: 
     column = form.column([form.parse(text), None])
     assert column.type == kind
     assert column.to_pylist() == [value, None]
+
+
+@pytest.mark.parametrize("more", [{}, {"type": "string"}, {"title": "Mood", "description": "of a review"}])
+def test_given_a_schema_of_texts_when_made_then_it_is_the_form_of_literal(more: dict[str, str]) -> None:
+    form, literal = answer_form({"enum": ["good", "bad"], **more}), answer_form(Literal["good", "bad"])
+
+    assert (form.body, form.type, form.categories) == (literal.body, literal.type, literal.categories)
+    assert form.load("bad") == "bad"
+
+
+@pytest.mark.parametrize("more", [{"minLength": 4}, {"type": ["string", "null"]}, {"not": {"const": "bad"}}])
+def test_given_a_schema_that_says_more_than_its_texts_when_made_then_answers_are_json(more: dict[str, Any]) -> None:
+    form = answer_form({"enum": ["good", "bad"], **more})
+
+    assert "response_format" in form.body
+    assert form.parse('"good"') == "good"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -82,6 +82,26 @@ def test_given_a_table_when_run_then_it_comes_back_with_the_typed_columns_that_m
     )  # fmt: skip
     assert mapped.equals(found), "it is the same job"
     assert digests(files / "out") == before
+
+
+@pytest.mark.slow
+def test_given_a_schema_of_texts_when_run_then_it_is_the_job_of_map_with_a_literal(
+    run: Cli, files: Path, model_folder: Path
+) -> None:
+    (files / "choice.json").write_text('{"type": "string", "enum": ["good", "bad"]}')
+    ended = run("in.parquet", "item.txt", "--output-schema", "choice.json", "--sampling", "max_tokens=9")
+    assert ended.code == 0, ended.err
+    before = digests(files / "out")
+
+    mapped = tm.map(
+        files / "in.parquet", prompt="{{ item }}", model=f"tiny={model_folder}", output=Literal["good", "bad"],
+        max_tokens=9, output_dir=files / "out",
+    )  # fmt: skip
+
+    assert digests(files / "out") == before, "it is the same job"
+    assert mapped.equals(pq.read_table(files / "out/table.parquet"))
+    assert mapped["answer"].type == pa.dictionary(pa.int32(), pa.string())
+    assert set(mapped["answer"].to_pylist()) <= {"good", "bad"}
 
 
 @pytest.mark.slow
@@ -256,7 +276,7 @@ def test_given_max_tries_when_answers_are_cut_off_then_rows_of_tables_are_asked_
     assert ended.code == 0, ended.err
     found = pq.read_table(files / "out/table.parquet").to_pylist()
     assert [row["answer_tries"] for row in found] == [2] * 3
-    assert all(row["answer_error"].startswith("incomplete_answer: line ") for row in found)
+    assert all(row["answer_error"].startswith("incomplete_answer: row ") for row in found)
     usage = json.loads((files / "out/manifest.json").read_text())["usage"]
     assert usage["completion"] == sum(row["answer_completion_tokens"] for row in found) == 12
     wrong = run("in.parquet", "item.txt", "--max-tries", 2)
