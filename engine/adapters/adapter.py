@@ -132,11 +132,7 @@ def open_adapter(name: str, folder: Path, decoder: DecoderSpec) -> Adapter:
         CorruptWeights: its files can't be read, contradict each other, or are of another model.
     """
     settings = read_settings(folder)
-    file = folder / WEIGHTS_FILE
-    if not file.is_file():
-        pickled = (folder / "adapter_model.bin").is_file()
-        hint = ": its weights are pickled, which can run code; convert them to safetensors" if pickled else ""
-        raise ModelNotFound(f"{folder} has no {WEIGHTS_FILE}{hint}")
+    file = check_weights_file(folder)
     weights = SafetensorsCheckpoint(folder, WEIGHTS_FILE)
     targets = find_targets(decoder)
     if len(weights.names) > 2 * len(targets):
@@ -156,6 +152,16 @@ def open_adapter(name: str, folder: Path, decoder: DecoderSpec) -> Adapter:
         beside.append(part)
     ordered = {key: tuple(sorted(found, key=lambda part: part.target.first)) for key, found in parts.items()}
     return Adapter(name, digest_adapter(folder), ordered, weights, decoder)
+
+
+def check_weights_file(folder: Path) -> Path:
+    """Return the file of an adapter's weights. Raises `ModelNotFound` if there is none, or none in safetensors."""
+    file = folder / WEIGHTS_FILE
+    if not file.is_file():
+        pickled = (folder / "adapter_model.bin").is_file()
+        hint = ": its weights are pickled, which can run code; convert them to safetensors" if pickled else ""
+        raise ModelNotFound(f"{folder} has no {WEIGHTS_FILE}{hint}")
+    return file
 
 
 def digest_adapter(folder: Path) -> bytes:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from engine.adapters.places import AdapterPlaces
 from engine.checkpoints.config import folder_end_tokens
 from engine.config import EngineConfig
 from engine.engine import EngineStats, resolve_device, resolve_dtype
@@ -36,6 +35,7 @@ from engine.scheduler.length_estimator import LazyHeap
 from engine.scheduler.resume import ANSWERED, check_partial
 from engine.scheduler.sequence import CLASSES, class_of
 from engine.scheduler.slo_control import SloTerms
+from engine.vllm.adapters import VLLMAdapters
 from engine.vllm.choices import ChoiceState, OpenRequest
 from engine.vllm.handover import Handover
 from engine.vllm.pooling import pool
@@ -66,6 +66,7 @@ class VLLMEngine:
         prefix_caching: it has a prefix cache.
         pools: it returns pooled hidden states and generates nothing; else the other way round.
         config, options: the engine's settings and vLLM's own, as given.  dtype: of the computation.
+        adapters: names of the adapters that requests may name -> 16 bytes that identify them.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class VLLMEngine:
         options: Mapping[str, Any],
         recorder: StepRecorder,
         end_token_ids: tuple[int, ...],
+        adapters: VLLMAdapters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         model, cache = llm.vllm_config.model_config, llm.vllm_config.cache_config
@@ -87,6 +89,8 @@ class VLLMEngine:
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.architecture: str = model.architectures[0]
         self.end_token_ids = end_token_ids
+        self.adapters: Mapping[str, bytes] = adapters.digests
+        self._adapters = adapters
         self.pools: bool = model.runner_type == "pooling"
         scheduling = llm.vllm_config.scheduler_config
         self.max_num_seqs = rows_without_lane(scheduling.max_num_seqs)
@@ -128,12 +132,18 @@ class VLLMEngine:
             pools: the model makes embeddings.
 
         Raises:
-            ModelNotFound, UnsupportedModel, CorruptWeights: the model can't be used; the message is vLLM's.
+            ModelNotFound, UnsupportedModel, CorruptWeights: the model can't be used, or an adapter; the message is
+                vLLM's.
             OutOfMemory: it does not fit.
         """
         path, config, options = Path(path), config or EngineConfig(), dict(options or {})
         device = resolve_device(config.device)
         check_model(path, config, options)
+        if pools and config.lora.adapters:
+            raise UnsupportedModel(
+                "--adapter is not available with vLLM for embeddings: merge the adapter into the model"
+            )
+        adapters = VLLMAdapters(config.lora, on_cpu=device.type == "cpu")
         try:
             from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - the package is optional
             from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
@@ -141,6 +151,7 @@ class VLLMEngine:
         except ImportError as error:
             raise UnsupportedModel(f"vLLM can't be imported: {error}; see docs/vllm.md") from error
         arguments = engine_arguments(str(path), config, options, pools=pools, on_cpu=device.type == "cpu")
+        arguments |= adapters.arguments()
         arguments["dtype"] = str(resolve_dtype(config.dtype, device)).removeprefix("torch.")
         if device.type == "cpu":
             arguments["enforce_eager"] = options.get("enforce_eager", True)  # compiling takes minutes and gains little
@@ -162,8 +173,9 @@ class VLLMEngine:
             raise OutOfMemory(f"{path} does not fit: {error}") from error
         except Exception as error:
             raise _refusal(path, error) from error
+        adapters.check(llm)
         ends = folder_end_tokens(path, llm.vllm_config.model_config.hf_config)
-        return cls(llm, config, options, recorder, ends)
+        return cls(llm, config, options, recorder, ends, adapters)
 
     # -- Requests
 
@@ -192,7 +204,7 @@ class VLLMEngine:
 
     def _check(self, request: Request) -> None:
         check_request(request)
-        AdapterPlaces().check(request.adapter)
+        self._adapters.of(request.adapter)
         check_partial(request)
         name, params, ids = request.request_id, request.params, request.prompt_token_ids
         if name in self._open:
@@ -350,6 +362,7 @@ class VLLMEngine:
                 name,
                 tokens_input(prompt, cache_salt=request.salt.hex() or None),
                 self._parameters(request, choice.index, len(choice.tokens)),
+                lora_request=self._adapters.of(request.adapter),
                 priority=request.priority,
             )
         except Exception as error:  # noqa: BLE001 - vLLM's validation; its classes differ between versions

@@ -40,6 +40,9 @@ OURS: Final[Mapping[str, str]] = {
     "worker_extension_cls": "it is code",
     "scheduler_cls": "it is code",
     "data_parallel_size": "give --replicas",
+    "enable_lora": "give --adapter NAME=FOLDER",
+    "max_loras": "give --max-loras",
+    "max_lora_rank": "the adapters decide",
 }  # fmt: skip
 """Arguments that tokenmill sets or refuses, with what to do instead."""
 
@@ -179,7 +182,7 @@ def _refused(config: EngineConfig) -> tuple[tuple[bool, str, str], ...]:
         (config.cache.host_bytes is not None, "--kv-offloading-size", "give --engine-option kv_offloading_size=…"),
         (config.cache.tier_folder is not None, "--kv-cache-dir", "give --engine-option kv_transfer_config={…}"),
         (config.cache.exchange_bytes is not None, "--role", "give --engine-option kv_transfer_config={…}"),
-        (bool(config.lora.adapters), "--adapter", "merge the adapter into the model"),
+        (config.lora.merge, "--merge-adapter", "leave it out, and let the requests name the adapter"),
         (config.micro_batches is not None, "--micro-batches", "its stages compute different steps at the same time"),
         (config.expert_counts is not None, "expert_counts", "give --engine-option enable_eplb=…"),
         (

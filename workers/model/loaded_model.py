@@ -304,13 +304,14 @@ class LoadedModel:
 def _adapters(engine: Engine | EncoderEngine | VLLMEngine, config: EngineConfig | None, model: str) -> dict[str, Any]:
     """The attributes of a loaded model that its adapters set. With a merged one it has that one's name, so that no
     request gets its answers under the name of `model`."""
-    if config is None or not isinstance(engine, Engine):
+    if config is None or isinstance(engine, EncoderEngine):
         return {}
+    merged = engine.merged_adapter if isinstance(engine, Engine) else None
     found = {}
     for name, folder in config.lora.adapters:
-        digest = engine.merged_adapter or engine.adapters[name]
+        digest = merged or engine.adapters[name]
         found[name] = AdapterFiles(folder, digest.hex(), (Path(folder) / WEIGHTS_FILE).stat().st_size)
-    if engine.merged_adapter is None:
+    if merged is None:
         return {"adapters": found}
     ((name, files),) = found.items()
     return {"name": name, "base": model, "merged": files, "aliases": frozenset[str]()}

@@ -12,13 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
-from engine import Request, as_token_ids
-from engine.config import SpeculationConfig
-from engine.errors import EngineLost, ModelNotFound, UnsupportedModel
+from engine import Engine, Request, as_token_ids
+from engine.config import LoraConfig, SpeculationConfig
+from engine.errors import EngineLost, ModelNotFound, RequestRefused, UnsupportedModel
 from engine.request import Completion
 from engine.vllm.engine import VLLMEngine
 from engine.vllm.settings import InvalidOption
+from tests.adapter_files import make_adapter
 from tests.engine.vllm.test_vllm_engine import CONFIG, EndsAtThird, ask, complete, prompt, tokens
 
 pytestmark = [
@@ -43,6 +47,51 @@ def computed(
         return done, (drafts.drafted, drafts.accepted)
     finally:
         engine.close()
+
+
+def test_adapters_give_the_tokens_of_our_engine(folder: Path, tmp_path: Path) -> None:
+    """Given more adapters than vLLM has at a time, of several ranks, and rows without one between them."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    made = {
+        "plain": make_adapter(model, tmp_path / "plain", 1, rank=4),
+        "ranks": make_adapter(model, tmp_path / "ranks", 2, rank=8, ranks={"v_proj": 16}, alpha_pattern={"o_proj": 4}),
+        "stable": make_adapter(model, tmp_path / "stable", 3, rank=3, modules=("q_proj", "down_proj"), use_rslora=True),
+    }
+    lora = LoraConfig(tuple((name, str(path)) for name, path in made.items()), max_loras=2)
+    config = replace(CONFIG, lora=lora)
+    names = [None, *made, *reversed(made)] * 2
+    requests = [replace(ask(str(n), prompt(n % 3), 12), adapter=name) for n, name in enumerate(names)]
+    ours = complete(Engine.load(folder, config), *requests)
+
+    vllm = VLLMEngine.load(folder, config)
+    try:
+        theirs = complete(vllm, *requests)
+        with pytest.raises(RequestRefused, match="there is no adapter 'other'; there are: plain, ranks, stable"):
+            vllm.add(replace(ask("unknown", prompt(1)), adapter="other"))
+    finally:
+        vllm.close()
+
+    assert {name: tokens(one) for name, one in theirs.items()} == {name: tokens(one) for name, one in ours.items()}
+    assert len({tuple(tokens(ours[str(n)])) for n in range(0, len(names), 3)}) > 2, "else adapters change nothing"
+
+
+def test_an_adapter_that_vllm_can_not_take_is_refused_before_anything_runs(folder: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    pickled = make_adapter(model, tmp_path / "pickled", 1)
+    (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
+    odd = make_adapter(model, tmp_path / "odd", 2, modules=("q_proj",))
+    weights = load_file(odd / "adapter_model.safetensors")
+    for part in ("lora_A", "lora_B"):
+        weights[f"base_model.model.model.layers.0.nothing.{part}.weight"] = torch.zeros(4, 4)
+    save_file(weights, odd / "adapter_model.safetensors")
+    for name, error, message in (
+        ("pickled", ModelNotFound, "its weights are pickled"),
+        ("odd", UnsupportedModel, "vLLM can't take the adapter 'odd'"),
+    ):
+        with pytest.raises(error, match=message):
+            VLLMEngine.load(folder, replace(CONFIG, lora=LoraConfig(((name, str(tmp_path / name)),))))
+    with pytest.raises(UnsupportedModel, match="--merge-adapter is not available with vLLM"):
+        VLLMEngine.load(folder, replace(CONFIG, lora=LoraConfig((("odd", str(odd)),), merge=True)))
 
 
 def test_a_lane_request_gets_the_memory_of_bulk_rows(folder: Path) -> None:
