@@ -7,7 +7,8 @@ has one, in an engine that has them; "one": all rows have the same one. The adap
 too: each has `--max-tokens` tokens. Each work has an engine of its own, and their steps alternate, so that what else
 the machine does meets all of them alike. Seconds are those of the process on its one thread (`--threads 1`). A first,
 short round is not measured, so that adapters are in memory (`adapter_loads` counts the files that the sorted rows'
-engine reads).
+engine reads). "merged": all rows have the only adapter, which was added to the weights when they were loaded. Those
+must be dense, so its share is of "dense": the model alone with its weights dequantized.
 """
 
 from __future__ import annotations
@@ -101,9 +102,13 @@ def main() -> None:
             "one": [names[0]] * args.rows,
             "sorted": sorted(turns),
             "shuffled": turns,
+            "dense": [None] * args.rows,
+            "merged": [None] * args.rows,
         }
-        engines = {"without adapters": Engine.load(path, config)}
-        engines |= {name: Engine.load(path, replace(config, lora=lora)) for name in works if name not in engines}
+        dense = replace(config, quantize="dense")
+        only = replace(lora, adapters=lora.adapters[:1], merge=True)
+        alone = {"without adapters": config, "dense": dense, "merged": replace(dense, lora=only)}
+        engines = {name: Engine.load(path, alone.get(name, replace(config, lora=lora))) for name in works}
         rates: dict[str, list[float]] = {name: [] for name in works}
         for turn in range(args.rounds + 1):
             for name, rows in works.items():
@@ -112,14 +117,14 @@ def main() -> None:
             seconds = run_in_turn(engines)
             for name in works if turn else ():
                 rates[name].append(round(args.rows * args.max_tokens / seconds[name], 1))
-    whole = rates["without adapters"]
+    whole = dict.fromkeys(works, rates["without adapters"]) | dict.fromkeys(("dense", "merged"), rates["dense"])
     found = {
         "settings": vars(args),
         "attention": engines["sorted"].attention_name,
         "adapter_loads": engines["sorted"].stats().adapter_loads,
         "output_tokens_per_second": rates,
         "share_of_the_model_alone": {
-            name: round(statistics.median(one / alone for one, alone in zip(found, whole, strict=True)), 3)
+            name: round(statistics.median(one / alone for one, alone in zip(found, whole[name], strict=True)), 3)
             for name, found in rates.items()
         },
     }
