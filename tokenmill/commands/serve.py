@@ -416,11 +416,11 @@ def gateway(
 def _loads(
     models: list[str], settings: Settings, options: EngineOptions, chat: ChatOptions
 ) -> list[Callable[[], LoadedModel]]:
-    """A loader of each of the models. Raises what `choose_models` and `open_adapters` raise."""
+    """A loader of each of the models. Raises what `choose_models` and `check_adapters` raise."""
     from tokenmill.config.engine_choice import choose_engines
     from tokenmill.config.engine_options import slo_config
     from tokenmill.config.job_options import choose_models
-    from tokenmill.models.adapters import open_adapters
+    from tokenmill.models.adapters import check_adapters
     from tokenmill.services.worker import load_any, served_name
     from workers.model.loaded_model import model_path
 
@@ -429,6 +429,6 @@ def _loads(
     first = chosen[0]
     path = model_path(first.source.path)
     config = options.config()
-    open_adapters(served_name(first), path, first.engine, len(chosen), config)  # before weights are loaded
+    check_adapters(served_name(first), path, first.engine, len(chosen), config)  # before weights are loaded
     loading = partial(load_any, config=config, chat=chat, vllm_options=options.vllm)
     return [partial(loading, one, generation_config=options.generation_config) for one in chosen]

@@ -189,7 +189,7 @@ def test_given_adapters_that_can_not_be_served_then_serve_says_why(
     assert "is the model's own name" in error("--adapter", "tiny=a0")
     assert "@sha256: names versions" in error("--adapter", "a@sha256:00=a0")
     assert "give one --model" in error("--model", f"other={engine[1].partition('=')[2]}")
-    assert "adapters are those of tokenmill's own code" in error("--engine", "transformers")
+    assert "adapters are for tokenmill's own code and vLLM" in error("--engine", "transformers")
     assert "no --replicas, --role or --adapter" in tokenmill(
         "worker", "--candidate", "--root", folder / "data", *engine
     ).error  # fmt: skip

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.quant.quantize import write_quantized
 from engine.quant.writing import Scheme
+from tests.tokenmill.command_processes import ROOT
 
 Chat = Callable[..., dict[str, Any]]
 Cli = Callable[..., Any]
@@ -88,7 +93,9 @@ def test_given_adapters_that_do_not_fit_when_run_then_nothing_is_begun(
     assert "two adapters have one name" in tokenmill(*start, *given, "--adapter", "a0=a0").error
     assert "is the model's own name" in tokenmill(*start, "--adapter", "tiny=a0").error
     assert "give one --model" in tokenmill(*start, "--model", "b=m0", *given).error
-    assert "adapters are those of tokenmill's own code" in tokenmill(*start, *given, "--engine", "transformers").error
+    assert (
+        "adapters are for tokenmill's own code and vLLM" in tokenmill(*start, *given, "--engine", "transformers").error
+    )
     settings = folder / "a0/adapter_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"use_dora": True}))
     assert "DoRA is not supported" in tokenmill(*start, *given).error
@@ -148,3 +155,26 @@ def test_given_what_can_not_be_merged_when_run_then_nothing_is_begun(
     assert "which is int8: the sum would be rounded" in refused
     assert "--quantize dense, which takes 4 bytes for each of" in refused
     assert not (folder / "out/job.json").exists()
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM has an environment of its own: make test-vllm")
+def test_given_vllm_when_rows_name_adapters_then_their_answers_are_those_of_our_engine(
+    folder: Path, vllm_model_folder: Path, adapters: ModuleType, chat: Chat, write_lines: Write, results: Results
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(vllm_model_folder, dtype=torch.float32)
+    for number in range(2):
+        adapters.make_adapter(model, folder / f"v{number}", number)
+    names = ["tiny", "v0", "v1"]
+    path = write_lines(*(chat(f"{name} {n}", text=f"number {n}", model=name) for n in range(4) for name in names))
+    options = ["--model", f"tiny={vllm_model_folder}", *FLOAT, "--adapter", "v0=v0", "--adapter", "v1=v1"]
+    answers = {}
+    for engine in ("vllm", "tokenmill"):
+        command = [sys.executable, "-m", "tokenmill", "run", str(path), *options, "--engine", engine, "-o", engine]
+        variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(command, env=variables, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        answers[engine] = {row["custom_id"]: row["text"] for row in results(Path(engine))}
+
+    assert answers["vllm"] == answers["tokenmill"]
+    assert len({answers["vllm"][f"{name} 0"] for name in names}) == 3
