@@ -80,11 +80,12 @@ test-memory: $(VENV)/.dev.stamp  ## run the tests of the native kernels under Ad
 		tests/engine/runner/test_cache_planning.py $(wildcard tests/engine/test_*.py) \
 		$(PYTEST_ARGS) || { cat $(ASAN)/report.* 2>/dev/null; exit 1; }
 
+# Emulated, the tests of long contexts would take ten minutes each.
 test-emulated: export OMP_NUM_THREADS := 1
 test-emulated: export TOKENMILL_NATIVE_CACHE := $(abspath out/emulated)
 test-emulated: $(VENV)/.dev.stamp  ## run the tests of the native kernels with AVX-512, its bfloat16 and AMX, all emulated on AVX2 (needs g++)
 	for name in avx512 avx512_bf16 amx; do \
-		EMULATE_KERNELS=$$name $(PY) -m pytest $(PARALLEL) -m "not exhaustive" -k "not avx2" \
+		EMULATE_KERNELS=$$name $(PY) -m pytest $(PARALLEL) -m "not exhaustive" -k "not (avx2 or long_contexts)" \
 			--ignore tests/engine/native/test_native_build.py --ignore tests/engine/native/test_emulated_paths.py \
 			$(addprefix tests/engine/,native adapters attention test_exactness.py models/test_recurrence.py models/test_latent.py) \
 			$(PYTEST_ARGS) || exit 1; \
