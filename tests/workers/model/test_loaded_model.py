@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.config import CacheConfig, EngineConfig, ScheduleConfig
+from engine.config import CacheConfig, EngineConfig, LoraConfig, ScheduleConfig
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.groups import GroupEngine
@@ -56,6 +57,33 @@ def test_a_loaded_model_has_its_pin_and_limits(loaded: LoadedModel, model_folder
     assert loaded.facts["architecture"]
     assert (loaded.facts["quantization"], loaded.facts["kv_dtype"]) == ("none", "auto")
     assert library_versions()["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+@pytest.mark.slow
+def test_in_float32_a_merged_adapter_and_one_beside_the_model_compute_each_others_shards(
+    model_folder: Path, adapters: ModuleType, kit: Any, tmp_path: Path
+) -> None:
+    # Given a model with an adapter beside it, and one with the same adapter merged, which is no longer the model,
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    lora = LoraConfig((("a", str(adapters.make_adapter(model, tmp_path / "a", 0))),))
+    beside, merged = (
+        LoadedModel.load(model_folder, name="tiny", config=replace(CONFIG, lora=replace(lora, merge=merge)))
+        for merge in (False, True)
+    )
+    assert [pin.key for pin in merged.pins] == [beside.pin("a").key]
+    assert (merged.answers_to("a"), merged.answers_to("tiny")) == (True, False)
+    assert str(merged.mismatch(beside.pin())).startswith("weights sha256:")
+    # when each computes shards of jobs that were begun with either, then the answers are the same.
+    texts = []
+    for loaded in (beside, merged):
+        for pins in (beside.pins, merged.pins):
+            job = kit.make_job().model_copy(update={"models": pins})
+            work = kit.make_work([kit.chat(model="a", temperature=0, max_tokens=8)], job=job)
+            sink = kit.MemorySink()
+            ShardWorker(loaded, kit.ListSource([work]), sink, kit.FakeClock()).run()
+            texts.append(sink.rows[0].text)
+    assert len(set(texts)) == 1
+    assert texts[0]
 
 
 def test_engine_facts_have_quantization_and_attention(model_folder: Path, loaded: LoadedModel) -> None:
