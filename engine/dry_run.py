@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.adapters.places import AdapterPlaces
 from engine.config import EngineConfig
 from engine.models.base import ModelSpec
 from engine.plan import NO_TOKEN, CacheGroup, StepPlan
@@ -48,6 +49,7 @@ class DryRun:
     """
 
     def __init__(self, config: EngineConfig, spec: ModelSpec, groups: tuple[CacheGroup, ...]) -> None:
+        adapters = {name: name.encode() for name, _ in config.lora.adapters}
         self.scheduler = Scheduler(
             config.schedule,
             groups,
@@ -56,6 +58,7 @@ class DryRun:
             prefix_caching=config.cache.prefix_caching,
             eos_token_ids=(),
             rope_original_max=spec.rope_original_max,
+            places=AdapterPlaces(adapters, min(config.lora.max_loras, len(adapters))),
         )
         self._end_token = spec.vocab_size  # no prompt holds it
         self._ends_at = np.full(config.schedule.rows, NEVER, dtype=np.int64)  # known tokens, by row

@@ -9,6 +9,7 @@ import typer
 
 from tokenmill.config.cli_options import (
     Accept,
+    AdapterColumn,
     Adapters,
     Agreement,
     ChatTemplate,
@@ -125,6 +126,7 @@ def run(
     system: TableSystem = None,
     output_schema: OutputSchema = None,
     output_column: OutputColumn = None,
+    adapter_column: AdapterColumn = None,
     sampling: SamplingValues = None,
     dry_run: DryRunOption = False,
     as_json: Json = False,
@@ -151,15 +153,16 @@ def run(
     from tokenmill.local.pricing import check_limit, price_of_worker
     from tokenmill.local.run_plan import make_plan
 
-    if prompt is None and (system or output_schema or output_column is not None or sampling or dry_run):
+    of_tables = system, output_schema, output_column, adapter_column, sampling or None, dry_run or None
+    if prompt is None and any(option is not None for option in of_tables):
         raise typer.BadParameter(
-            "--system, --output-schema, --output-column, --sampling and --dry-run are those of --prompt; give it too "
-            "('tokenmill estimate' estimates a file of requests)"
+            "--system, --output-schema, --output-column, --adapter-column, --sampling and --dry-run are those of "
+            "--prompt; give it too ('tokenmill estimate' estimates a file of requests)"
         )
     if prompt is not None and then is not None:
         raise typer.BadParameter("takes no cascade (--then)", param_hint="--prompt")
-    if adapter and (prompt is not None or then is not None):
-        raise typer.BadParameter("takes neither a table (--prompt) nor a cascade (--then)", param_hint="--adapter")
+    if adapter and then is not None:
+        raise typer.BadParameter("takes no cascade (--then)", param_hint="--adapter")
     if max_tries is not None and then is not None:
         raise typer.BadParameter("is not for cascades: --accept judges their answers", param_hint="--max-tries")
     if dry_run and chat_template is not None:
@@ -186,7 +189,7 @@ def run(
     if prompt is not None:
         from tokenmill.frames.table_run import TableOptions, TableRun
 
-        options = TableOptions(prompt, system, output_schema, output_column, sampling or (), limit)
+        options = TableOptions(prompt, system, output_schema, output_column, sampling or (), adapter_column, limit)
         table = TableRun(input_, job_options.only_model(model), options, wanted, engine)
         if dry_run:
             _show_estimate(table.estimate(price_per_hour, reuse, content_policy, chat), as_json=as_json)

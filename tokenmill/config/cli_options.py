@@ -186,6 +186,14 @@ Adapters = Annotated[
         "May be repeated: rows with different adapters are computed together.",
     ),
 ]
+AdapterColumn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="With --prompt and --adapter: the column that names the adapter of each row; null means the model alone. "
+        "Without it the only adapter answers all rows.",
+    ),
+]
 MaxLoras = Annotated[
     int,
     typer.Option(min=1, help="Maximum adapters that are loaded at a time; rows with others wait."),

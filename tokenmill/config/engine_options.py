@@ -161,13 +161,13 @@ def engine_options(
     engine_option: Sequence[str] | None = None,
     generation_config: GenerationConfig | None = None,
     role: Role = "both",
-    adapter: Sequence[str] | None = None,
+    adapter: Sequence[str] | Mapping[str, str] | None = None,
     max_loras: int = LoraConfig().max_loras,
     merge_adapter: bool = False,
 ) -> EngineOptions:
     """The engine's options, from a command's options and the settings. `kv_cache_memory`, `kv_offloading_size` and
     `kv_cache_dir_size` in bytes; `speculate`, `engine` and `generation_config`: None is the settings' one;
-    `engine_option`: NAME=VALUE of vLLM, over the settings' ones; `adapter`: NAME=ADAPTER of each.
+    `engine_option`: NAME=VALUE of vLLM, over the settings' ones; `adapter`: NAME=ADAPTER of each, or ADAPTER by name.
 
     Raises:
         ModelError: there is no such draft model or head.  InvalidOption: vLLM's options can't be set so.
@@ -220,10 +220,13 @@ def engine_options(
     )
 
 
-def _adapters(given: Sequence[str], cache: Path) -> tuple[tuple[str, str], ...]:
+def _adapters(given: Sequence[str] | Mapping[str, str], cache: Path) -> tuple[tuple[str, str], ...]:
     """Names and folders of adapters, which are pulled if needed. Raises `UserError` where a name is given twice, or a
     folder is missing."""
-    named = named_values(given, "--adapter", "polite=adapters/polite")
+    if isinstance(given, Mapping):
+        part, named = "adapters", given
+    else:
+        part, named = "--adapter", named_values(given, "--adapter", "polite=adapters/polite")
     if len(named) < len(given):
         raise UserError("--adapter: two adapters have one name; give each a name of its own")
     found = []
@@ -231,7 +234,7 @@ def _adapters(given: Sequence[str], cache: Path) -> tuple[tuple[str, str], ...]:
         try:
             found.append((name, str(sources.pull_adapter(source, cache, say))))
         except ModelError as error:
-            raise UserError(f"--adapter {name}={source}: {error}") from error
+            raise UserError(f"{part} {name}={source}: {error}") from error
     return tuple(found)
 
 

@@ -180,7 +180,10 @@ class TableCall:
         from tokenmill.frames.records import CallRecord
 
         texts = {name: text.source for name, text in self.task.texts.items()}
-        return CallRecord(url=self.task.url, column=self.column, texts=texts, body=dict(self.task.body))
+        return CallRecord(
+            url=self.task.url, column=self.column, texts=texts, body=dict(self.task.body),
+            adapter_column=self.task.adapter_column,
+        )  # fmt: skip
 
     def _job(self, model: Model, options: Mapping[str, Any]) -> TableJob:
         announce_imports()

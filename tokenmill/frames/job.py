@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -123,7 +124,8 @@ class TableJob:
             )
         self._given_model = model
         name, _ = job_options.split_name(model)
-        self._body = {"model": name, **self._task.body}
+        adapter = _adapter_of_all(self._engine, self._task.adapter_column)
+        self._body = {"model": adapter or name, **self._task.body}
         sample = parse_sample(self._task, self._body, self._wanted.limits)
         self._model = job_options.choose_model(model, self._settings.model_cache)
         self.answers = self._task.answers(model_path(self._model.source.path), sample)
@@ -280,4 +282,21 @@ def engine_of(keywords: Mapping[str, Any]) -> EngineOptions:
     """The engine's options for checked keywords (`EngineKeywords`). Raises as `engine_options`."""
     folder = keywords.get("kv_cache_dir")
     given = {**keywords, "kv_cache_dir": None if folder is None else Path(folder).expanduser()}
-    return engine_options(read_settings(), **given)
+    adapters = {name: os.fspath(source) for name, source in given.pop("adapters", {}).items()}
+    return engine_options(read_settings(), adapter=adapters, **given)
+
+
+def _adapter_of_all(engine: EngineOptions, column: str | None) -> str | None:
+    """The adapter that answers all rows; None: a column names that of each row, or there is none. Raises
+    `InvalidCall`."""
+    names = [name for name, _ in engine.adapters]
+    if column is not None and not names:
+        raise InvalidCall(f"adapter_column: {column!r} is given without adapters; give them too, or leave it out")
+    if column is not None or not names:
+        return None
+    if len(names) > 1:
+        raise InvalidCall(
+            f"adapters: there are several ({', '.join(names)}), and nothing says which one answers a row; give the "
+            "column that names it as adapter_column, or one adapter"
+        )
+    return names[0]

@@ -46,6 +46,7 @@ def map_rows(
     reuse: Any = None,
     validate: Validate | None = None,
     max_tries: int | None = None,
+    adapter_column: str | None = None,
     dry_run: bool = False,
     **options: Unpack[MapOptions],
 ) -> Any:
@@ -74,9 +75,13 @@ def map_rows(
             row is asked again, with its answer and the reason behind the same messages.
         max_tries: how often a row is asked, at most; 3 with `validate`. Without `validate` the output's own checks
             judge: those of a pydantic model's validators, or of a schema, and whether the answer was cut off.
+        adapter_column: with `adapters`, the column that names the adapter that answers each row. Null: the model alone
+            does. A name that there is not is its row's error.
         dry_run: compute nothing; return an estimate of tokens, time and cost, of the rows that `reuse` doesn't answer.
         **options: sampling parameters (`temperature`, `max_tokens`, `seed` and so on), as OpenAI and vLLM name them;
             and the engine's options (`quantize`, `kv_dtype`, `max_num_seqs` and so on), as `tokenmill run` has them.
+            `adapters={"legal": "adapters/legal"}` are LoRA adapters of the model, by name; one without
+            `adapter_column` answers all rows.
             In place of the engine's, an installation that answers: `root`, s3://BUCKET/PREFIX or the folder of
             `tokenmill serve`, or `url` of its gateway; with options of its job: `tier`, `deadline` ("6h"),
             `refuse_late`, `max_cost`, `cache`. The call waits for the job's end.
@@ -110,7 +115,7 @@ def map_rows(
         ...        output=Literal["good", "bad"], temperature=0)  # doctest: +SKIP
     """
     sampling, run = split_options(options)
-    task = chat_task(prompt, system, output, sampling, validate, max_tries)
+    task = chat_task(prompt, system, output, sampling, validate, max_tries, adapter_column)
     return run_call(
         data, task, model, output_column=output_column, output_dir=output_dir, reuse=reuse, dry_run=dry_run,
         options=run,
@@ -127,6 +132,7 @@ def preview(
     output_column: str = "answer",
     validate: Validate | None = None,
     max_tries: int | None = None,
+    adapter_column: str | None = None,
     rows: int = 5,
     **options: Unpack[MapOptions],
 ) -> None:
@@ -140,7 +146,7 @@ def preview(
     if rows < 1:
         raise InvalidCall(f"rows: is {rows}, but must be at least 1")
     sampling, run = split_options(options)
-    task = chat_task(prompt, system, output, sampling, validate, max_tries)
+    task = chat_task(prompt, system, output, sampling, validate, max_tries, adapter_column)
     call = TableCall(open_frame(data).slice(0, rows), task, output_column)
     added = call.compute(model, None, run)
     console = stdout()

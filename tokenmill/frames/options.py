@@ -67,6 +67,9 @@ class EngineKeywords(TypedDict, total=False):
     micro_batches: Positive
     expert_parallel: bool
     replicas: Positive
+    adapters: Mapping[str, str | os.PathLike[str]]  # LoRA adapters by name: folders, s3://BUCKET/PREFIX or hub names
+    max_loras: Positive
+    merge_adapter: bool
     concurrency: Positive  # actors that compute a Ray dataset, each with an engine
 
 
@@ -104,6 +107,7 @@ class MapKeywords(TableKeywords, Sampling, total=False):
     system: str | None
     validate: Validate | None
     max_tries: int | None
+    adapter_column: str | None
 
 
 class TextKeywords(TableKeywords, total=False):
@@ -128,6 +132,7 @@ class ClassifyKeywords(TextKeywords, total=False):
     system: str | None
     normalize: Literal["sum", "mean"] | None
     truncate_prompt_tokens: int | None
+    adapter_column: str | None
 
 
 class ScoreKeywords(TableKeywords, total=False):

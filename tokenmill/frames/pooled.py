@@ -108,6 +108,7 @@ def classify(
     system: str | None = None,
     normalize: Literal["sum", "mean"] | None = None,
     truncate_prompt_tokens: int | None = None,
+    adapter_column: str | None = None,
     output_column: str = "label",
     output_dir: str | os.PathLike[str] | None = None,
     reuse: Any = None,
@@ -131,6 +132,7 @@ def classify(
             mean, with which long ones don't lose for their length.
         truncate_prompt_tokens: tokens of a text beyond which its end is cut off; -1: those that the model takes. None:
             the row of a longer one fails. Not with `labels`.
+        adapter_column: with `labels` and `adapters`, the column that names each row's adapter, as of `tokenmill.map`.
         output_column: the labels' column, and the beginning of the other new columns' names.
         output_dir, reuse, dry_run: as `tokenmill.map` has them.
         **options: the engine's options, as `tokenmill run` has them; or an installation, as `tokenmill.map` has it.
@@ -156,7 +158,7 @@ def classify(
     body = {"normalize": normalize, "truncate_prompt_tokens": truncate_prompt_tokens}
     pair = None if text_pair is None else PromptTemplate(text_pair, "text_pair")
     message = None if system is None else PromptTemplate(system, "system")
-    task = label_task(_one_text(text, column), pair, message, labels, _given(body))
+    task = label_task(_one_text(text, column), pair, message, labels, _given(body), adapter_column)
     return run_call(
         data, task, model, output_column=output_column, output_dir=output_dir, reuse=reuse, dry_run=dry_run,
         options=check_options(options, tuple(ClassifyKeywords.__annotations__)),

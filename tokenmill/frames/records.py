@@ -20,6 +20,7 @@ class CallRecord(BaseModel):
     Attributes:
         url: of its requests.  column: of the answers.
         texts: the templates, by argument.  body: the fields that all requests have, but for the model.
+        adapter_column: the column with the adapters' names; None: all rows have the same.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -28,6 +29,7 @@ class CallRecord(BaseModel):
     column: str
     texts: dict[str, str]
     body: dict[str, Any]
+    adapter_column: str | None = None
 
 
 def write_record(record: CallRecord, scratch: Path, folder: Path) -> None:

@@ -15,7 +15,7 @@ from schemas.requests.parsing import Body, parse_body
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.data.frame import Frame
 from tokenmill.frames.field_order import FieldOrder, order_fields, shared_characters
-from tokenmill.frames.prompts import check_columns, field_lines
+from tokenmill.frames.prompts import ColumnText, check_columns, field_lines
 from tokenmill.frames.tasks.task import Task
 
 REQUESTS: Final = "requests.jsonl"
@@ -51,6 +51,8 @@ class TableRequests:
             if text.fields and name != task.ordered:
                 fix = f"belongs into the {task.ordered}" if task.ordered else "is of prompts; write the columns' names"
                 raise InvalidCall(f"{text.part}: {{% fields %}} {fix}")
+        if task.adapter_column is not None:
+            check_columns(ColumnText(task.adapter_column, "adapter_column"), frame.columns)
         self._frame, self._task = frame, task
         self._lines: list[tuple[str, ...]] = []
         self.sharing: FieldSharing | None = None
@@ -66,7 +68,7 @@ class TableRequests:
             )
 
     def requests(self, *, as_written: bool = False) -> Iterator[dict[str, Any]]:
-        """The fields of each row's request that hold its texts.
+        """The fields of each row's request that hold its texts, and the name of its adapter.
 
         Args:
             as_written: `{% fields %}` in the template's order.
@@ -82,16 +84,25 @@ class TableRequests:
     def try_requests(self, *, as_written: bool = False) -> Iterator[dict[str, Any] | InvalidCall]:
         """The same, with the error in place of a request that can't be rendered."""
         texts = self._task.texts
-        used = sorted({column for text in texts.values() for column in text.columns})
-        for row, cells in enumerate(self._frame.cells(used)):
+        for row, cells in enumerate(self._frame.cells(self._task.columns)):
             chosen = ""
             if self._lines:
                 lines = self._lines[row]
                 chosen = "".join(lines if as_written else (lines[index] for index in self._orders[row]))
             try:
-                yield self._task.request({name: text.render(cells, chosen) for name, text in texts.items()})
+                fields = self._task.request({name: text.render(cells, chosen) for name, text in texts.items()})
+                yield {**fields, **self._named(cells)}
             except InvalidCall as error:
                 yield error
+
+    def _named(self, cells: Mapping[str, Any]) -> dict[str, Any]:
+        """The field with the name of a row's adapter. Raises `InvalidCall`."""
+        name = None if self._task.adapter_column is None else cells[self._task.adapter_column]
+        if name is None or name == "":  # CSV has no other null
+            return {}
+        if not isinstance(name, str):
+            raise InvalidCall(f"adapter_column: is {name!r}, but must be the name of an adapter, or null")
+        return {"model": name}
 
     def write(self, path: Path, body: Mapping[str, Any], *, as_written: bool = False) -> None:
         """Write the lines of a batch. Row n is line n, from 0.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from tokenmill.errors import InvalidCall
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from tokenmill.frames.options import EngineKeywords
     from tokenmill.local.run_plan import LoadAny, RunPlan
     from workers.model.loaded_model import LoadedModel
-    from workers.text.chat_options import ChatOptions
 
 
 def load_model(model: str, **options: Unpack[EngineKeywords]) -> ResidentModel:
@@ -58,7 +58,7 @@ class ResidentModel:
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         self.name, self.options = name, options
         self._turn = threading.Lock()
-        self._of: tuple[str, ChatOptions] | None = None  # the pin's key, and the replaced chat template
+        self._of: tuple[object, ...] | None = None  # the pin's key, the replaced chat template, adapters' digests
         self._loaded: LoadedModel | None = None
 
     def __enter__(self) -> Self:
@@ -84,10 +84,11 @@ class ResidentModel:
                 raise
 
     def _load(self, plan: RunPlan, pin: ModelPin, _: list[PlanSegment] | None) -> LoadedModel:
-        """The model of this pin. It is loaded anew if its weights or chat template changed."""
+        """The model of this pin. It is loaded anew if its weights, adapters or chat template changed."""
+        from engine.adapters.adapter import digest_adapter
         from tokenmill.local.run_plan import load_model
 
-        wanted = pin.key, plan.chat
+        wanted = pin.key, plan.chat, *(digest_adapter(Path(folder)) for _, folder in plan.engine.adapters)
         if self._loaded is None or self._of != wanted:
             self._release()
             self._loaded, self._of = load_model(plan, pin, None), wanted

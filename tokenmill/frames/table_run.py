@@ -38,6 +38,7 @@ class TableOptions:
     Attributes:
         prompt, system: files of templates.  output_schema: a file with a JSON schema; None: answers are text.
         output_column: None: "answer".  sampling: each NAME=VALUE.
+        adapter_column: the column with each row's adapter; None: all have the same.
         limit: only so many of the first rows.
     """
 
@@ -46,6 +47,7 @@ class TableOptions:
     output_schema: Path | None = None
     output_column: str | None = None
     sampling: Sequence[str] = ()
+    adapter_column: str | None = None
     limit: int | None = None
 
 
@@ -75,7 +77,10 @@ class TableRun:
         self._frame = frame if options.limit is None else frame.slice(0, options.limit)
         column = "answer" if options.output_column is None else options.output_column
         parts = f"--prompt {options.prompt}", f"--system {options.system}"
-        task = chat_task(prompt, system, form, sampling, max_tries=wanted.max_tries, parts=parts)
+        task = chat_task(
+            prompt, system, form, sampling, max_tries=wanted.max_tries, adapter_column=options.adapter_column,
+            parts=parts,
+        )  # fmt: skip
         self._call = TableCall(self._frame, task, column)
         self._job = TableJob(self._call, model, wanted, engine)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from engine.adapters.adapter import digest_adapter
 from engine.config import EngineConfig, Quantize
 from engine.dry_run import DryRun
 from engine.engine import Engine, resolve_device, resolve_dtype
@@ -25,7 +26,7 @@ from pipeline.worker_client.ports import ShardWork
 from schemas.jobs.job import Job
 from tokenmill.config.engine_options import EngineOptions
 from tokenmill.local.run_plan import MIN_TOKENS_PER_SEQUENCE, rows_for
-from workers.model.loaded_model import LoadedModel
+from workers.model.loaded_model import AdapterFiles, LoadedModel
 from workers.shards.dry_run import DryRunResult, ShardDryRun
 from workers.shards.shard_reader import ShardReader
 
@@ -88,20 +89,28 @@ def engine_config(amount: InputEstimate, options: EngineOptions, *, alone: bool)
 
 
 def dry_run(job: Job, tables: list[pa.Table], path: Path, config: EngineConfig) -> DryRunResult:
-    """Dry-run these shards of the job on one worker; the job's first model is at `path`. Raises what reading a model
-    raises; `UnsupportedModel` for an encoder."""
-    pin = job.models[0]
+    """Dry-run these shards of the job on one worker; the job's first model is at `path`, others are its adapters.
+
+    Raises what reading a model raises; `UnsupportedModel` for an encoder.
+    """
+    pin = job.models[0].without_adapter
     dtype = resolve_dtype(pin.dtype, resolve_device(config.device))
     spec, _ = describe_shape(path, dtype=dtype)
     config = sized(config, spec, path)
     groups = cache_groups(spec, config, min(config.max_model_len or spec.max_position, spec.max_position))
     stand_in = replace(config, dtype=pin.dtype)
     enough = -(-spec.max_position // config.cache.block_tokens) + 1  # it computes nothing
-    model = LoadedModel.without_weights(path, name=pin.name, config=stand_in, num_blocks=enough, digest=None)
+    model = LoadedModel.without_weights(path, name=pin.name, config=stand_in, num_blocks=enough, digest=pin.digest)
     embedding = embedding_settings(path)
     if embedding is not None:
         limits = replace(model.limits, embedding=embedding, embedding_size=embedding.size(spec.hidden_size))
         model = replace(model, limits=limits)
+    adapters = {one.name: one.adapter for one in job.models if one.adapter is not None}
+    files = {name: AdapterFiles(folder, digest_adapter(Path(folder)).hex()) for name, folder in adapters.items()}
+    if (merged := job.models[0]).merged:
+        model = replace(model, name=merged.name, base=pin.name, merged=files[merged.name])
+    else:
+        model = replace(model, adapters=files)
     clock = SystemClock()
     works = (
         ShardWork(job, number, attempt=1, attempt_id="rehearsal", table=table, started_at=clock.now())

@@ -26,6 +26,7 @@ from tokenmill.config.engine_options import EngineOptions
 from tokenmill.config.inputs import open_input
 from tokenmill.config.job_options import ChosenModel, template_tokens, token_counter
 from tokenmill.local.dry_run import dry_run, engine_config
+from tokenmill.models.adapters import with_adapters
 from workers.model.generation_config import sampling_defaults
 from workers.model.loaded_model import dtype_name, model_digest, model_path
 from workers.shards.dry_run import DryRunResult
@@ -85,7 +86,8 @@ class JobDryRuns:
             sampling_defaults=sampling_defaults(path) if options.generation_config == "auto" else None,
         )  # fmt: skip
         clock, sample = SystemClock(), ShardSample()
-        job = Job(id="estimate", input=inputs, models=(pin,), settings=wanted, created_at=clock.now())
+        pins = with_adapters((pin,), options.config())
+        job = Job(id="estimate", input=inputs, models=pins, settings=wanted, created_at=clock.now())
         with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder, FolderStore(Path(folder)) as store:
             world = World(store, clock, SystemRandomness(), Path(folder))
             source = open_source(open_input(inputs).files(), inputs.format, wanted.limits, pin.name)

@@ -33,16 +33,16 @@ def check_adapters(
         return ()
     if num_models > 1:
         raise ModelError("--adapter is of one model; give one --model")
-    for given, folder in adapters:
+    for given, _ in adapters:
         if given == name:
-            raise ModelError(f"--adapter {given}=…: is the model's own name; give another one")
+            raise ModelError(f"adapter {given}: is the model's own name; give another one")
         if BY_DIGEST in given:
-            raise ModelError(f"--adapter {given}={folder}: {BY_DIGEST} names versions in requests; leave it out")
+            raise ModelError(f"adapter {given}: {BY_DIGEST} names versions in requests; leave it out")
     if engine == "vllm":
         return tuple(VLLMAdapters(config.lora, on_cpu=False).digests.values())
     model = open_model(source) if engine == "tokenmill" else None
     if model is None or (decoder := model.decoder) is None:
-        raise ModelError(f"--adapter: {engine} computes {name}, and adapters are for tokenmill's own code and vLLM")
+        raise ModelError(f"{engine} computes {name}, and adapters are for tokenmill's own code and vLLM")
     found = tuple(open_adapter(given, Path(folder), decoder) for given, folder in adapters)
     if config.lora.merge:
         MergedWeights(model.weights, found[0], decoder, config.quantize)

@@ -92,6 +92,12 @@ def test_given_a_table_when_a_root_and_a_gateway_answer_it_then_it_is_as_compute
     assert by_url == [{**row, **dict.fromkeys(OF_THE_ROOT)} for row in here]
     (job,) = [path for path in served.root.glob("jobs/*/job.json") if json.loads(path.read_text())["tier"] == "bulk"]
     assert json.loads(job.read_text())["deadline"] is not None
+    # A column may name the model of each row, as that of an adapter.
+    named = [{**row, "who": name} for row, name in zip(ROWS[:4], ("tiny", None, "nowhere", ""), strict=True)]
+    for place in ({"root": served.root}, {"url": served.url}):
+        rows = tm.map(named, model="tiny", adapter_column="who", **call, **place)
+        assert [row["answer"] for row in rows] == [here[0]["answer"], here[1]["answer"], None, here[3]["answer"]]
+        assert rows[2]["answer_error"].startswith("model_not_found: ")
 
 
 @pytest.mark.slow

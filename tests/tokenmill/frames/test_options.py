@@ -43,13 +43,7 @@ def test_given_an_unknown_or_wrong_keyword_when_split_then_the_message_names_it(
 
 
 def test_the_keywords_are_the_options_of_the_engine_that_commands_have() -> None:
-    options = inspect.signature(engine_options).parameters.keys() - {
-        "settings",
-        "engine_option",
-        "role",
-        "adapter",
-        "max_loras",
-        "merge_adapter",
-    }
+    options = inspect.signature(engine_options).parameters.keys() - {"settings", "engine_option", "role", "adapter"}
 
-    assert get_type_hints(EngineKeywords).keys() - {"concurrency"} == options  # that one is of clusters
+    others = {"adapters", "concurrency"}  # several of the option --adapter, and one of clusters
+    assert get_type_hints(EngineKeywords).keys() - others == options

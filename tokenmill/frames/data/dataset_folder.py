@@ -146,6 +146,8 @@ def _section(record: CallRecord, manifest: Manifest) -> str:
     }
     if manifest.cost is not None:
         rows["cost"] = f"{manifest.cost:.4g}"
+    if record.adapter_column is not None:
+        rows["adapter of each row"] = f"named by the column {_code(record.adapter_column)}"
     rows |= {_cell(name): _code(orjson.dumps(value).decode()) for name, value in record.body.items()}
     lines = [f"## {_code(record.column)}", "", "| | |", "|--|--|"]
     for model in manifest.models:

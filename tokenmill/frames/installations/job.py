@@ -50,7 +50,9 @@ def answer_there(
     submitted: list[str] = []
     with job_folder(given, lambda error: bool(submitted) or isinstance(error, KeyboardInterrupt)) as folder:
         write_into_job(call.requests, folder, {"model": name, **call.task.body}, call.record(), mark=TICKET)
-        options = {**installation.options, "model": name, "on_invalid": OnInvalid.ROW.value}
+        options = {**installation.options, "on_invalid": OnInvalid.ROW.value}
+        if call.task.adapter_column is None:  # else rows name several of its models
+            options["model"] = name
         results = _JobThere(call, installation, folder, options).results(submitted)
     return call.task.answers_from(results), results
 

@@ -70,7 +70,7 @@ def _bind(
 ) -> BoundStep:
     nothing = ArrowFrame(pa.table([pa.array([], pa.string())] * len(known), names=list(known)))
     call = TableCall(nothing, step.task, step.name)
-    used = {column for text in step.task.texts.values() for column in text.columns}
+    used = {*step.task.columns}
     read = used | {one.condition for one in filters if isinstance(one.condition, str)}
     reads_all = step.task.judging.find_reason is not None or any(callable(one.condition) for one in filters)
     return BoundStep(

@@ -24,7 +24,8 @@ SUFFIXES = ("", "_error", "_finish_reason", *USAGE, "_completion_tokens", *ORIGI
 
 def chat_task(
     prompt: str, system: str | None, output: Any, sampling: Mapping[str, Any],
-    validate: Validate | None = None, max_tries: int | None = None, parts: tuple[str, str] = ("prompt", "system"),
+    validate: Validate | None = None, max_tries: int | None = None, adapter_column: str | None = None,
+    parts: tuple[str, str] = ("prompt", "system"),
 ) -> Task:  # fmt: skip
     """The task of a prompt. `parts`: the templates' names in messages. Raises `InvalidCall`."""
     from schemas.requests.parsing import CHAT_URL
@@ -40,6 +41,7 @@ def chat_task(
     return Task(
         CHAT_URL, texts, messages_of, {**form.body, **sampling}, SUFFIXES, ("text", "finish_reason"), answers,
         lambda _: ChatAnswers(form), ordered="prompt", judging=judging(form, validate, max_tries),
+        adapter_column=adapter_column,
     )  # fmt: skip
 
 

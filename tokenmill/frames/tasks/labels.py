@@ -25,7 +25,7 @@ SUFFIXES = ("", PROBABILITY, PROBABILITIES, "_error", *USAGE, *ORIGIN)
 
 def label_task(
     text: RowText, text_pair: RowText | None, system: RowText | None, labels: Sequence[str] | None,
-    body: Mapping[str, Any],
+    body: Mapping[str, Any], adapter_column: str | None = None,
 ) -> Task:  # fmt: skip
     """The task of labelling a text. `labels`: of a model that generates; None: the classifier has its own. `body`: the
     request's other fields. Raises `InvalidCall`."""
@@ -33,6 +33,8 @@ def label_task(
 
     results = ("response",)
     if labels is None:
+        if adapter_column is not None:
+            raise InvalidCall("adapter_column: adapters are of models that generate; leave it out, or give labels")
         if system is not None:
             raise InvalidCall("system: a classifier reads no system message; leave it out, or give labels")
         texts = {"text": text} if text_pair is None else {"text": text, "text_pair": text_pair}
@@ -45,7 +47,7 @@ def label_task(
     body = {**body, "choices": list(labels)}
     return Task(
         CLASSIFY_URL, texts, messages_of, body, SUFFIXES, results, _of_choices, lambda _: LabelAnswers(tuple(labels)),
-        ordered="text",
+        ordered="text", adapter_column=adapter_column,
     )  # fmt: skip
 
 

@@ -73,6 +73,7 @@ class Task:
         ordered: the text that may have `{% fields %}`; None: none may.
         chat: replaces the model's own template; None: it doesn't.
         judging: how answers are judged before their rows end.
+        adapter_column: the column with the name of the adapter that answers each row; None: all rows have the same.
     """
 
     url: str
@@ -86,3 +87,10 @@ class Task:
     ordered: str | None = None
     chat: ChatOptions | None = field(default=None)
     judging: Judging = NO_JUDGING
+    adapter_column: str | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that requests are made from, sorted."""
+        used = {column for text in self.texts.values() for column in text.columns}
+        return tuple(sorted(used if self.adapter_column is None else used | {self.adapter_column}))
