@@ -91,12 +91,11 @@ def describe(snapshot: RunSnapshot) -> str:
     failed = f" ({count(snapshot.failed)} failed)" if snapshot.failed else ""
     more = "+" if snapshot.planning else ""
     rows = [f"{count(snapshot.done)}/{count(snapshot.total)}{more} rows{failed}"]
-    rows_per_second = (snapshot.done - snapshot.before) / snapshot.seconds
-    words = [
-        *(map(str, snapshot.steps) if snapshot.steps else rows),
-        f"{rows_per_second:,.{0 if rows_per_second >= 10 else 1}f} rows/s",
-        f"{count(snapshot.prompt_tokens / snapshot.seconds)} tok/s in",
-    ]
+    words = [*(map(str, snapshot.steps) if snapshot.steps else rows)]
+    if snapshot.done > snapshot.before:  # prompts, too, are counted when their rows end
+        rows_per_second = (snapshot.done - snapshot.before) / snapshot.seconds
+        words.append(f"{rows_per_second:,.{0 if rows_per_second >= 10 else 1}f} rows/s")
+        words.append(f"{count(snapshot.prompt_tokens / snapshot.seconds)} tok/s in")
     if snapshot.output_tokens:
         words.append(f"{count(snapshot.output_tokens / snapshot.seconds)} tok/s out")
     if snapshot.prompt_tokens and snapshot.cached_tokens:

@@ -51,6 +51,12 @@ def test_given_nothing_computed_yet_when_described_then_only_the_phase_is_shown(
     assert describe(RunSnapshot("loading the model", total=200, done=50)) == "loading the model"
 
 
+def test_given_no_row_that_ended_when_described_then_no_speed_of_rows_and_prompts_is_shown() -> None:
+    began = replace(RUNNING, done=10, failed=0, prompt_tokens=0, cached_tokens=0, seconds_left=None)
+
+    assert describe(began) == "10/200 rows  200 tok/s out  10.0 s"
+
+
 def test_given_a_price_when_described_then_the_cost_so_far_is_shown() -> None:
     assert "cost 0.005556" in describe(replace(RUNNING, price_per_hour=2.0))
     assert "cost" not in describe(RUNNING)
