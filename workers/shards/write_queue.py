@@ -111,6 +111,7 @@ class ShardWriter:
         if shard.failure is not None:
             raise shard.failure
         self.checkpointer.build(shard, shard.finished, self._envelope(shard))
+        stats = self._model.engine.stats()
         report = ShardReport(
             generated=shard.generated + shard.unlogged,
             exposed=max(self.checkpointer.exposed, shard.unlogged),
@@ -119,7 +120,8 @@ class ShardWriter:
             engine_finished_at=None if shard.last_end is None else self._utc(shard.last_end),
             engine={
                 **self._model.facts,
-                **speculation_facts(self._model.engine.stats().speculation),
+                "preemptions": stats.preemptions,
+                **speculation_facts(stats.speculation),
                 **self._settings.policies.facts,
             },
             versions=self._versions,

@@ -94,7 +94,8 @@ def answers(out: Path) -> dict[int, tuple[Any, ...]]:
     for row in pq.read_table(out / "results").to_pylist():
         texts = None
         if row["response"] is not None:
-            messages = [choice["message"] for choice in json.loads(row["response"])["choices"]]
+            choices = json.loads(row["response"])["choices"]
+            messages = [choice.get("message", {"content": choice.get("text")}) for choice in choices]
             texts = [(message["content"], message.get("reasoning_content")) for message in messages]
         found[row["row"]] = (row["custom_id"], row["status"], row["error_code"], row["completion_tokens"], texts)
     return found
