@@ -348,8 +348,6 @@ class Engine:
         dtype = resolve_dtype(config.dtype, device)
         of_ranks = config.expert_parallel, config.expert_counts is not None, config.micro_batches is not None
         if rank_group is not None or config.tensor_parallel != 1 or config.pipeline_parallel != 1 or any(of_ranks):
-            if config.lora.adapters:
-                raise EngineError("adapters are not supported for a model that several devices share; use one device")
             return cls._load_shared(path, config, dtype, device, rank_group)
         check_second_tier(config, model_digest)
         native = native_library(config, dtype, device)
@@ -449,7 +447,7 @@ class Engine:
             return cls(
                 loaded.config, model.spec, loaded.groups, loaded.limit,
                 lambda scheduler: loaded.make_runner(scheduler.rows), attention_name=loaded.attention.name,
-                device=loaded.device, routed=model,
+                device=loaded.device, routed=model, adapters=loaded.adapters,
             )  # fmt: skip
         except BaseException:
             if rank_group is None:

@@ -50,6 +50,7 @@ class AdapterPart(NamedTuple):
         target: its place in a product.
         factor: of B A.
         a, b: names of its tensors.
+        a_columns, b_rows: of these, that are read.
     """
 
     target: Target
@@ -57,6 +58,8 @@ class AdapterPart(NamedTuple):
     rank: int
     a: str
     b: str
+    a_columns: slice = slice(None)
+    b_rows: slice = slice(None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,15 +68,19 @@ class Adapter:
 
     Attributes:
         name: that requests choose it by.
+        folder: of its files.
         digest: 16 bytes, of its files.
         parts: of each product of a layer that it changes.
+        decoder: whose products they are.
+        weights: of its file.
     """
 
     name: str
+    folder: Path
     digest: bytes
     parts: Mapping[tuple[int, Product], tuple[AdapterPart, ...]]
-    _weights: SafetensorsCheckpoint
-    _decoder: DecoderSpec
+    decoder: DecoderSpec
+    weights: SafetensorsCheckpoint
 
     def rank(self, layer: int, product: Product) -> int:
         """Return the rank of its change of a product, of all modules together; 0: it changes nothing."""
@@ -109,16 +116,17 @@ class Adapter:
             rows = slice(part.target.first, part.target.first + part.target.rows)
             b[rows, ranks] = of_b * part.factor
             at += part.rank
-        order = qkv_order(self._decoder, layer) if product == "qkv" else None
+        order = qkv_order(self.decoder, layer) if product == "qkv" else None
         return LowRank(a, b if order is None else b[order])
 
     def matrices(self, part: AdapterPart) -> tuple[Tensor, Tensor]:
         """Read A [rank, columns] and B [rows, rank] of a part, both float32, without the factor."""
         # mapped when it was opened: a file put in its place is not read
-        return self._weights.floats(part.a).float(), self._weights.floats(part.b).float()
+        a, b = self.weights.floats(part.a), self.weights.floats(part.b)
+        return a[:, part.a_columns].float(), b[part.b_rows].float()
 
     def _rows(self, product: Product, layer: int) -> int:
-        spec = self._decoder
+        spec = self.decoder
         if product == "qkv":
             return sum(spec.qkv_rows.values())
         return sum(spec.gate_up_rows(spec.intermediate_size).values()) if product == "gate_up" else spec.hidden_size
@@ -151,7 +159,7 @@ def open_adapter(name: str, folder: Path, decoder: DecoderSpec) -> Adapter:
             raise CorruptWeights(f"{file} changes the module {module} twice")
         beside.append(part)
     ordered = {key: tuple(sorted(found, key=lambda part: part.target.first)) for key, found in parts.items()}
-    return Adapter(name, digest_adapter(folder), ordered, weights, decoder)
+    return Adapter(name, folder, digest_adapter(folder), ordered, decoder, weights)
 
 
 def check_weights_file(folder: Path) -> Path:

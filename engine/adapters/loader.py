@@ -48,6 +48,11 @@ class AdapterLoader:
         others = sum(adapter.num_elements for adapter in largest[max_loras:])
         self.reserved_bytes = min(cache_bytes, int(others * element_bytes))
 
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of host memory of the adapters in places, and of others that may come to be kept."""
+        return sum(packed.nbytes for packed in self._packed.values()) + self.reserved_bytes
+
     def make_places(self) -> AdapterPlaces:
         """Return the scheduler's view of the places."""
         digests = {name: adapter.digest for name, adapter in self._adapters.items()}

@@ -4,7 +4,7 @@ states go from stage to stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,14 +14,17 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.adapters.adapter import Adapter
+from engine.adapters.linear import TorchAdapter
 from engine.attention import AttentionBackend, AttentionBatch
 from engine.config import Quantize
 from engine.expert_load import ExpertLoad
 from engine.models.base import Attend, CausalModel
-from engine.models.decoder import DecoderSpec, FusedDecoder
+from engine.models.decoder import DecoderSpec, FusedDecoder, Layer
 from engine.models.decoder_builder import TorchBuilder, Use
 from engine.models.experts import ExpertLinear, Experts, Mlp
 from engine.models.layer_ops import Residual
+from engine.parallel.adapters import shard_adapter
 from engine.parallel.pipeline import MicroBatch, micro_batches, stage_specs
 from engine.parallel.process_group import RankGroup, RankGroups
 from engine.parallel.sharding import Share
@@ -32,24 +35,24 @@ from engine.quant.weight import QWeight
 class SummedLinear:
     """A row-parallel product: its input is sharded over the ranks, its output is the sum of theirs."""
 
-    __slots__ = ("_group", "_part", "in_features", "out_features")
+    __slots__ = ("_group", "in_features", "out_features", "part")
 
     def __init__(self, part: Linear, group: RankGroup) -> None:
         self.in_features, self.out_features = part.in_features, part.out_features
-        self._part = part
+        self.part = part
         self._group = group
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._group.sum(self._part(x))
+        return self._group.sum(self.part(x))
 
     @property
     def fp8_input(self) -> Fp8Input | None:
         """See `Fp8Linear`: as its part."""
-        return fp8_input(self._part)
+        return fp8_input(self.part)
 
     def multiply(self, rows: Fp8Rows) -> Tensor:
         """See `Fp8Linear`."""
-        return self._group.sum(product(self._part, rows))
+        return self._group.sum(product(self.part, rows))
 
 
 class GatheredLinear:
@@ -89,6 +92,7 @@ class RankDecoder(FusedDecoder):
         own = replace(self.whole, num_heads=local.num_heads, num_kv_heads=local.num_kv_heads, kv_shapes=local.kv_shapes)
         self.stage_specs = stage_specs(own, groups.num_stages)
         self._spec = self.stage_specs[groups.stage_index]
+        self._share = share
         self._tokens = share.vocabulary
         self._groups = groups
         self._group = groups.stage
@@ -100,6 +104,24 @@ class RankDecoder(FusedDecoder):
         }
         self._expert_ranks = np.array(share.expert_ranks) if self._expert_rows else None
 
+    @property
+    def decoder_spec(self) -> DecoderSpec:
+        """See `AdaptedModel.decoder_spec`: of the whole model."""
+        return self._share.spec
+
+    def add_places(self, max_loras: int, max_rank: int) -> None:
+        """See `AdaptedModel.add_places`. An adapter's part of a row-parallel product is summed with the rank's own."""
+        self._layers = tuple(_with_outputs(layer, lambda linear: linear.part) for layer in self._layers)
+        super().add_places(max_loras, max_rank)
+        self._layers = tuple(_with_outputs(layer, self._summed) for layer in self._layers)
+
+    def pack_adapter(self, adapter: Adapter) -> TorchAdapter:
+        """See `AdaptedModel.pack_adapter`; of the rank's shard. Raises as `shard_adapter`, too."""
+        return super().pack_adapter(shard_adapter(adapter, self._share))
+
+    def _summed(self, part: Any) -> SummedLinear:
+        return SummedLinear(part, self._group)
+
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None) -> Tensor:
         """See `CausalModel.forward`; with several stages as one micro-batch."""
         if self._groups.num_stages == 1:
@@ -109,11 +131,11 @@ class RankDecoder(FusedDecoder):
 
     def forward_step(
         self, input_ids: Tensor, positions: Tensor, rope_lengths: Tensor | None, batch: AttentionBatch,
-        ends: NDArray[np.int32], attention: AttentionBackend,
+        ends: NDArray[np.int32], attention: AttentionBackend, adapters: NDArray[np.int32] | None,
     ) -> Tensor:  # fmt: skip
         """Run `forward` of a step, in the micro-batches that `ends` divides it into (`divide_step`). With several
-        stages only the tokens that are wanted have hidden states."""
-        parts = micro_batches(batch, ends, attention)
+        stages only the tokens that are wanted have hidden states. `adapters`: as of `AttentionStep`."""
+        parts = micro_batches(batch, ends, attention, adapters)
         if self._groups.num_stages == 1:
             (part,) = parts
             return super().forward(input_ids, positions, part.prepare(), rope_lengths)
@@ -218,6 +240,14 @@ class RankDecoder(FusedDecoder):
         """Each rank has a slice of every expert, or some experts, and routes as the others do: one sum completes a
         mixture."""
         return self._group.sum(super()._mixture(mlp, x, routed))
+
+
+def _with_outputs(layer: Layer, change: Callable[[Any], Linear]) -> Layer:
+    """Return a layer with its row-parallel products changed; a mixture is summed as a whole."""
+    mlp = layer.mlp
+    if isinstance(mlp, Mlp):
+        mlp = replace(mlp, down=change(mlp.down))
+    return replace(layer, output=change(layer.output), mlp=mlp)
 
 
 @dataclass(frozen=True, slots=True)

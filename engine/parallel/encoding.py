@@ -89,18 +89,20 @@ def _encode_forward(message: Forward) -> bytes:
     header = _numbers(
         _Kind.FORWARD, message.lengths, _NONE if graph is None else graph, len(batch.starts),
         len(batch.slot_mapping[0]), batch.num_decodes, len(batch.block_tables), width,
-        _NONE if wanted is None else len(wanted), len(message.ends),
+        _NONE if wanted is None else len(wanted), len(message.ends), message.adapters is not None,
     )  # fmt: skip
     arrays: list[NDArray[Any]] = [*batch.slot_mapping, batch.starts, batch.counts, *batch.block_tables, message.ends]
     if wanted is not None:
         arrays.append(wanted)
+    if message.adapters is not None:
+        arrays.append(message.adapters)
     return b"".join((header, *(array.tobytes() for array in arrays)))
 
 
 def _decode_forward(fields: _Fields) -> Forward:
-    sizes = fields.take(np.int64, 9).tolist()
-    lengths, graph, sequences, tokens, num_decodes, groups, width, num_wanted, parts = sizes
-    if lengths not in (0, 1) or graph < _NONE or min(tokens, groups) < 1 or not 0 <= num_decodes <= sequences:
+    sizes = fields.take(np.int64, 10).tolist()
+    lengths, graph, sequences, tokens, num_decodes, groups, width, num_wanted, parts, adapted = sizes
+    if {lengths, adapted} - {0, 1} or graph < _NONE or min(tokens, groups) < 1 or not 0 <= num_decodes <= sequences:
         raise EngineError(
             f"a command of the leader is damaged: a step of {tokens} tokens, {num_decodes} of {sequences} sequences "
             f"decoding, in {groups} cache groups, by graph {graph}"
@@ -110,6 +112,7 @@ def _decode_forward(fields: _Fields) -> Forward:
     tables = tuple(fields.take(np.int32, sequences, width) for _ in range(groups))
     ends = fields.take(np.int32, parts)
     wanted = None if num_wanted == _NONE else fields.take(np.int32, num_wanted)
+    adapters = fields.take(np.int32, tokens) if adapted else None
     fields.end()
     if (found := int(counts.sum())) != tokens:
         raise EngineError(f"a command of the leader is damaged: a step of {tokens} tokens has sequences of {found}")
@@ -118,7 +121,7 @@ def _decode_forward(fields: _Fields) -> Forward:
             f"a command of the leader is damaged: micro-batches of {sequences} sequences end at {ends.tolist()}"
         )
     batch = AttentionBatch(starts, counts, num_decodes, tables, slots, wanted)
-    return Forward(batch, bool(lengths), ends, None if graph == _NONE else graph)
+    return Forward(batch, bool(lengths), ends, None if graph == _NONE else graph, adapters)
 
 
 def _numbers(*numbers: int) -> bytes:

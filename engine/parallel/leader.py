@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.adapters.adapter import Adapter
+from engine.adapters.loader import AdapterLoader, load_adapters
 from engine.attention import (
     AttentionBackend,
     AttentionBatch,
@@ -31,11 +33,14 @@ from engine.config import CacheConfig, EngineConfig
 from engine.errors import EngineError, EngineLost, OutOfMemory
 from engine.expert_load import ExpertLoad
 from engine.logs import get_logger
-from engine.models.base import Attend, LayerCache, ModelSpec
+from engine.models.base import Attend, LayerCache, ModelSpec, PackedAdapter
+from engine.models.decoder import DecoderSpec
+from engine.parallel.adapters import SharedAdapter
 from engine.parallel.decoder import RankDecoder
 from engine.parallel.expert_placement import read_expert_counts
 from engine.parallel.loading import load_share, resident_bytes
 from engine.parallel.messages import (
+    AddPlaces,
     Answer,
     CopyBlocks,
     DropGraphs,
@@ -48,6 +53,7 @@ from engine.parallel.messages import (
     MakeGraphs,
     Measure,
     MeasuredMemory,
+    PlaceAdapter,
     RecordGraph,
     ZeroBlocks,
 )
@@ -144,9 +150,37 @@ class LeaderModel:
         batch, ends = attend.batch, self._divide(attend.batch)
         inputs = (input_ids, positions) if rope_lengths is None else (input_ids, positions, rope_lengths)
         with self._rank_group.collective():
-            self._rank_group.send(Forward(batch, rope_lengths is not None, ends))
+            self._rank_group.send(Forward(batch, rope_lengths is not None, ends, adapters=attend.adapters))
             self._rank_group.groups.whole.broadcast(torch.stack(inputs))
-            return self.own.forward_step(input_ids, positions, rope_lengths, batch, ends, attend.backend.inner)
+            return self.own.forward_step(
+                input_ids, positions, rope_lengths, batch, ends, attend.backend.inner, attend.adapters
+            )
+
+    @property
+    def decoder_spec(self) -> DecoderSpec:
+        """See `AdaptedModel.decoder_spec`."""
+        return self.own.decoder_spec
+
+    def add_places(self, max_loras: int, max_rank: int) -> None:
+        """See `AdaptedModel.add_places`; on all ranks."""
+        with self._rank_group.collective():
+            self._rank_group.send(AddPlaces(max_loras, max_rank))
+            self.own.add_places(max_loras, max_rank)
+
+    def pack_adapter(self, adapter: Adapter) -> SharedAdapter:
+        """See `AdaptedModel.pack_adapter`; of the leader's shard. Raises as `shard_adapter`, too."""
+        return SharedAdapter(adapter, self.own.pack_adapter(adapter))
+
+    def place_adapter(self, place: int, adapter: PackedAdapter | None) -> None:
+        """See `AdaptedModel.place_adapter`; the other ranks read their shards."""
+        assert adapter is None or isinstance(adapter, SharedAdapter)
+        with self._rank_group.collective():
+            if adapter is None:
+                self._rank_group.send(PlaceAdapter(place, None, b""))
+            else:
+                of = adapter.adapter
+                self._rank_group.send(PlaceAdapter(place, of.folder.absolute(), of.digest))
+            self.own.place_adapter(place, None if adapter is None else adapter.own)
 
     def expert_load(self) -> ExpertLoad | None:
         """See `RoutedModel.expert_load`."""
@@ -276,6 +310,7 @@ class ParallelModel:
     Attributes:
         config: the settings, with the size of a step.  groups: of the allocated cache.
         limit: maximum tokens of a sequence.  device: the leader's.  rank_group: of the ranks.
+        adapters: of the model; None: there are none.
     """
 
     model: LeaderModel
@@ -285,6 +320,7 @@ class ParallelModel:
     limit: int
     device: torch.device
     rank_group: RankGroupProcesses
+    adapters: AdapterLoader | None
 
     def make_runner(self, rows: RowState) -> LeaderRunner:
         """Make the runner of its steps, with graphs where the settings say so.
@@ -298,8 +334,9 @@ class ParallelModel:
             width = rows.block_tables[0].shape[1]
             graphs = make_graphs(self.config, self.model.own, self.attention.inner, width, self.device, make)
         runner = ModelRunner(
-            self.model, self.attention, rows, max_num_seqs=self.config.schedule.rows, device=self.device, graphs=graphs
-        )
+            self.model, self.attention, rows, max_num_seqs=self.config.schedule.rows, device=self.device,
+            graphs=graphs, adapters=self.adapters,
+        )  # fmt: skip
         return LeaderRunner(runner, self.rank_group)
 
 
@@ -347,6 +384,10 @@ def check_parallel(config: EngineConfig) -> None:
         raise EngineError(f"transformers' code doesn't run under {several}; leave --engine transformers out")
     if config.attention == NativeAttention.name:
         raise EngineError(f"attention 'native' doesn't run under {several}; leave it out")
+    if config.lora.adapters and (config.pipeline_parallel > 1 or config.expert_parallel):
+        raise EngineError("adapters run on one device, or under tensor parallelism alone; leave other parallelism out")
+    if config.lora.merge:
+        raise EngineError(f"a merged adapter doesn't run under {several}; leave --merge-adapter out")
     if config.speculation.method in ("draft", "eagle3"):
         raise EngineError(
             f"speculate {config.speculation.method!r} doesn't run under {several}; use ngram, auto or off"
@@ -395,7 +436,14 @@ def _load(path: Path, config: EngineConfig, dtype: torch.dtype, rank_group: Rank
     block_size = config.cache.block_size or default_block_size(config.attention)
     config = replace(config, cache=replace(config.cache, block_size=block_size))
     limit, device = own.whole.context(config.max_model_len), rank_group.groups.device
-    available = [one.available for one in loaded]
+    stages = rank_group.groups.num_stages
+    divide = partial(
+        divide_step, count=config.micro_batches, num_stages=stages, block_size=block_size, device=device.type
+    )
+    model = LeaderModel(own, rank_group, own.whole, [one.resident for one in loaded], divide)
+    adapters = load_adapters(config.lora, model)
+    taken = 0 if adapters is None else adapters.resident_bytes
+    available = [one.available - taken for one in loaded]
 
     def plan(config: EngineConfig) -> tuple[CacheGroup, ...]:
         cache = config.cache
@@ -421,13 +469,9 @@ def _load(path: Path, config: EngineConfig, dtype: torch.dtype, rank_group: Rank
     finally:
         answers = rank_group.receive_all()
     _check(answers)
-    stages = rank_group.groups.num_stages
-    divide = partial(
-        divide_step, count=config.micro_batches, num_stages=stages, block_size=block_size, device=device.type
-    )
-    model = LeaderModel(own, rank_group, own.whole, [one.resident for one in loaded], divide)
     logger.info("ranks are loaded", ranks=rank_group.size, resident_mib=[size >> 20 for size in model.resident])
-    return ParallelModel(model, LeaderAttention(attention, rank_group), config, groups, limit, device, rank_group)
+    leader = LeaderAttention(attention, rank_group)
+    return ParallelModel(model, leader, config, groups, limit, device, rank_group, adapters)
 
 
 def _load_shares(

@@ -49,6 +49,27 @@ class LoadShare:
 
 
 @dataclass(frozen=True, slots=True)
+class AddPlaces:
+    """`AdaptedModel.add_places`."""
+
+    max_loras: int
+    max_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceAdapter:
+    """Read the rank's shard of an adapter, and put it into a place.
+
+    Attributes:
+        folder, digest: of its files; None: the place becomes empty.
+    """
+
+    place: int
+    folder: Path | None
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Measure:
     """Compute the largest step of this schedule collectively; answered with `MeasuredMemory`."""
 
@@ -113,12 +134,14 @@ class Forward:
     Attributes:
         ends: int32 [M], ascending: the sequence before which each micro-batch ends, as of `divide_step`.
         graph: number of the shape whose graph is replayed (`Graphs.shapes`); None: the step is launched without.
+        adapters: as of `AttentionStep`.
     """
 
     batch: AttentionBatch
     lengths: bool
     ends: NDArray[np.int32]
     graph: int | None = None
+    adapters: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +182,6 @@ class Failed:
     reason: str
 
 
-SetUp = JoinGroup | LoadShare | Measure | MakeCache | MakeGraphs | RecordGraph | DropGraphs
+SetUp = JoinGroup | LoadShare | AddPlaces | PlaceAdapter | Measure | MakeCache | MakeGraphs | RecordGraph | DropGraphs
 Message = SetUp | ZeroBlocks | CopyBlocks | Forward | Logits
 Answer = Done | Loaded | MeasuredMemory | Failed

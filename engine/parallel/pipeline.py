@@ -143,16 +143,19 @@ class MicroBatch:
     prepare: Callable[[], Attend]
 
 
-def micro_batches(batch: AttentionBatch, ends: NDArray[np.int32], attention: AttentionBackend) -> list[MicroBatch]:
-    """Divide a step as `divide_step` says."""
+def micro_batches(
+    batch: AttentionBatch, ends: NDArray[np.int32], attention: AttentionBackend, adapters: NDArray[np.int32] | None
+) -> list[MicroBatch]:
+    """Divide a step as `divide_step` says. `adapters`: as of `AttentionStep`, of the whole step."""
     found, first, token = [], 0, 0
     for end in ends.tolist():
         part = batch.rows(first, end)
         tokens = slice(token, token + int(part.counts.sum()))
-        found.append(MicroBatch(tokens, part.wanted, partial(_attend, attention, part)))
+        own = None if adapters is None else adapters[tokens]
+        found.append(MicroBatch(tokens, part.wanted, partial(_attend, attention, part, own)))
         first, token = end, tokens.stop
     return found
 
 
-def _attend(attention: AttentionBackend, batch: AttentionBatch) -> Attend:
-    return AttentionStep(attention, attention.prepare(batch), batch=batch)
+def _attend(attention: AttentionBackend, batch: AttentionBatch, adapters: NDArray[np.int32] | None) -> Attend:
+    return AttentionStep(attention, attention.prepare(batch), batch=batch, adapters=adapters)

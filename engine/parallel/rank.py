@@ -13,13 +13,15 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from engine.adapters.adapter import Adapter, open_adapter
 from engine.attention import AttentionBackend, KVLayout, make_backend
-from engine.errors import EngineError
+from engine.errors import CorruptWeights, EngineError
 from engine.logs import only_errors
 from engine.parallel.decoder import RankDecoder
 from engine.parallel.encoding import decode
 from engine.parallel.loading import load_share, rank_device, resident_bytes
 from engine.parallel.messages import (
+    AddPlaces,
     Answer,
     CopyBlocks,
     Done,
@@ -35,6 +37,7 @@ from engine.parallel.messages import (
     Measure,
     MeasuredMemory,
     Message,
+    PlaceAdapter,
     RecordGraph,
     ZeroBlocks,
 )
@@ -53,12 +56,17 @@ class RankWorker:
         self._loaded: RankDecoder | None = None
         self._attention: AttentionBackend | None = None
         self._graphs: Graphs | None = None
+        self._adapters: dict[bytes, Adapter] = {}  # by their digests; opened, not read
 
     def execute(self, message: Message) -> Answer | None:
         """Execute one command; None: it has no answer. Raises as the command."""
         match message:
             case LoadShare():
                 return self._load(message)
+            case AddPlaces():
+                self._model.add_places(message.max_loras, message.max_rank)
+            case PlaceAdapter():
+                self._place(message)
             case Measure():
                 return MeasuredMemory(measure(self._model, message.schedule, self._groups.device))
             case MakeCache():
@@ -96,6 +104,7 @@ class RankWorker:
 
     def _load(self, message: LoadShare) -> Answer:
         self._loaded = self._attention = self._graphs = None
+        self._adapters.clear()
         before = resident_bytes()
         try:
             self._loaded = load_share(
@@ -106,6 +115,17 @@ class RankWorker:
         except EngineError as error:
             return Failed(f"{type(error).__name__}: {error}")
         return Loaded(available_bytes(self._groups.device), resident_bytes() - before)
+
+    def _place(self, message: PlaceAdapter) -> None:
+        if message.folder is None:
+            self._model.place_adapter(message.place, None)
+            return
+        if message.digest not in self._adapters:
+            opened = open_adapter(message.folder.name, message.folder, self._model.decoder_spec)
+            if opened.digest != message.digest:
+                raise CorruptWeights(f"{message.folder} is not the adapter any more that the leader has opened")
+            self._adapters[message.digest] = opened
+        self._model.place_adapter(message.place, self._model.pack_adapter(self._adapters[message.digest]))
 
     def _make_cache(self, message: MakeCache) -> Answer:
         spec = self._model.spec
@@ -143,7 +163,9 @@ class RankWorker:
             self._graphs.replay_chosen(message.graph, inputs[0], inputs[1], message.batch)
             return
         lengths = inputs[2] if message.lengths else None
-        self._model.forward_step(inputs[0], inputs[1], lengths, message.batch, message.ends, self._cache)
+        self._model.forward_step(
+            inputs[0], inputs[1], lengths, message.batch, message.ends, self._cache, message.adapters
+        )
 
 
 def serve(connection: Connection) -> None:

@@ -291,5 +291,3 @@ def test_an_unknown_adapter_is_refused_with_the_names_that_there_are(work: Work,
         work.engine(0)
     with pytest.raises(UnsupportedModel, match="which transformers' code computes"):
         work.engine(own_models=False)
-    with pytest.raises(EngineError, match="several devices share"):
-        work.engine(tensor_parallel=2)

@@ -45,6 +45,7 @@ STEPS: dict[str, Message] = {
     "none is wanted": forward(wanted=ints()),
     "tables that are views": forward(block_tables=(np.zeros((3, 8), np.int32)[:, 2:6],) * 2),
     "two micro-batches": forward(2, 3),
+    "adapters": replace(forward(), adapters=ints(0, -1, 2, 2, 2)),
     "one token": Forward(one_token(), lengths=False, ends=ints(1)),
     "logits": Logits(9),
     "zeros": ZeroBlocks(1, [3, 2**31]),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from engine import (
     CacheConfig,
@@ -27,11 +28,13 @@ from engine import (
     SpeculationConfig,
     as_token_ids,
 )
+from engine.config import LoraConfig
 from engine.errors import EngineError, EngineLost, OutOfMemory, UnsupportedModel
 from engine.parallel.leader import _left_by, _measured
 from engine.parallel.messages import ZeroBlocks
 from engine.parallel.rank_group import RankGroupProcesses
 from engine.runner.device_memory import MemoryUse
+from tests.adapter_files import ALL, make_adapter
 from tests.engine.oracle import Setting, engine_answers, make_prompts, tokens_of
 from tests.engine.quant.packing import pack_awq, pack_gptq, write
 from tests.waiting import HANG_SECONDS
@@ -80,6 +83,63 @@ def rank_group() -> Iterator[RankGroupProcesses]:
     rank_group = RankGroupProcesses(2, torch.device("cpu"), threads=2, timeout=HANG_SECONDS)
     yield rank_group
     rank_group.close()
+
+
+ADAPTED = {
+    "llama": ("llama", {}),
+    "one KV head for both": ("llama", {"num_key_value_heads": 1}),
+    "gemma3, heads of another order": ("gemma3-softcap", {}),
+    "MLPs without a gate": ("starcoder2", {"sliding_window": None, "num_key_value_heads": 2}),
+    "attention beside mixtures": ("qwen3-moe-mixed", {}),
+}
+
+
+@pytest.mark.parametrize("setting", [PLAIN, CUT], ids=["plain", "cut"])
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_answer_as_in_one_process(
+    name: str, setting: Setting, rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Given more adapters than places, of several ranks, and rows without one between them."""
+    family, changes = ADAPTED[name]
+    path = tiny_models.make_tiny_model(family, tmp_path / "model", **changes)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    modules = ALL if family != "starcoder2" else ("q_proj", "k_proj", "v_proj", "o_proj")
+    modules = ("q_proj", "o_proj") if "moe" in family else modules
+    names = [f"a{n}" for n in range(3)]
+    for n, one in enumerate(names):
+        make_adapter(model, tmp_path / one, n, rank=2 + 3 * n, modules=modules)
+    lora = LoraConfig(tuple((one, str(tmp_path / one)) for one in names), max_loras=2)
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+    plain = [Request(str(n), as_token_ids(prompt), params) for n, prompt in enumerate(prompts)]
+    adapted = [replace(request, adapter=[None, *names][n % 4]) for n, request in enumerate(plain)]
+
+    def answers(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
+        done = list(engine.run(requests))
+        assert [completion.error for completion in done] == [None] * len(done)
+        return {completion.request_id: tokens_of(completion) for completion in done}
+
+    one, two = alone(path, setting, lora=lora), shared(path, rank_group, setting, lora=lora)
+    here, without = answers(one, adapted), answers(one, plain)
+
+    assert answers(two, adapted) == here
+    assert sum(here[name] != without[name] for name in here) > len(plain) / 2, "else adapters change nothing"
+    assert two.stats().adapter_loads >= len(names)
+
+
+def test_adapters_that_ranks_can_not_share_are_refused(
+    rank_group: RankGroupProcesses, tiny_models: Any, tmp_path: Path
+) -> None:
+    path = tiny_models.make_tiny_model("phi3", tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    folder = make_adapter(model, tmp_path / "stacked", 1, modules=("qkv_proj",))
+    lora = LoraConfig((("stacked", str(folder)),))
+    with pytest.raises(UnsupportedModel, match="qkv_proj, which several devices can't share with an adapter"):
+        shared(path, rank_group, lora=lora)
+    with pytest.raises(EngineError, match="merged adapter doesn't run under tensor parallelism"):
+        shared(path, rank_group, lora=replace(lora, merge=True))
+    with pytest.raises(EngineError, match="leave other parallelism out"):
+        Engine.load(path, PLAIN.config(max_model_len=256, pipeline_parallel=2, lora=lora))
 
 
 @pytest.fixture(scope="module")
