@@ -291,12 +291,12 @@ def _adapter_of_all(engine: EngineOptions, column: str | None) -> str | None:
     `InvalidCall`."""
     names = [name for name, _ in engine.adapters]
     if column is not None and not names:
-        raise InvalidCall(f"adapter_column: {column!r} is given without adapters; give them too, or leave it out")
+        raise InvalidCall(f"adapter_column: {column!r} is given without adapters (--adapter); give both, or none")
     if column is not None or not names:
         return None
     if len(names) > 1:
         raise InvalidCall(
             f"adapters: there are several ({', '.join(names)}), and nothing says which one answers a row; give the "
-            "column that names it as adapter_column, or one adapter"
+            "column that names it as adapter_column (--adapter-column), or one adapter"
         )
     return names[0]

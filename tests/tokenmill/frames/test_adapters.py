@@ -159,7 +159,7 @@ def test_given_wrong_adapters_when_called_then_nothing_runs_and_the_message_has_
     rows = [{"n": 1, "customer": "a0", "id": 17}]
     both = {"adapters": given}
     cases: list[tuple[dict[str, Any], str]] = [
-        (both, r"several \(a0, a1\), and nothing says which one .* as adapter_column, or one adapter"),
+        (both, r"several \(a0, a1\), and nothing says which one .* \(--adapter-column\), or one adapter"),
         ({"adapter_column": "customer"}, "'customer' is given without adapters"),
         ({**both, "adapter_column": "costumer"}, "no column 'costumer'; did you mean 'customer'"),
         ({**both, "adapter_column": "id"}, "row 0: adapter_column: is 17, but must be the name of an adapter, or null"),
