@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,19 +46,24 @@ def make_adapter(decoder: DecoderSpec, folder: Path, seed: int, rank: int) -> No
             for matrix, shape in (("A", (rank, target.columns)), ("B", (target.rows, rank))):
                 values = torch.randn(shape, generator=random) * 0.02
                 tensors[f"base_model.model.model.{name}.lora_{matrix}.weight"] = values
-    folder.mkdir()
+    folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
+def prompts(rows: int, tokens: int) -> list[list[int]]:
+    """Random prompts, always the same."""
+    random = np.random.default_rng(1)
+    found: list[list[int]] = [random.integers(5, 2000, tokens).tolist() for _ in range(rows)]
+    return found
+
+
 def add(engine: Engine, names: Sequence[str | None], prompt_tokens: int, max_tokens: int, salt: bytes) -> None:
     """Queue a request for each name: equal prompts in equal places, whatever the engine and the names."""
-    random = np.random.default_rng(1)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    for i, name in enumerate(names):
-        prompt = as_token_ids(random.integers(5, 2000, prompt_tokens).tolist())
-        engine.add(Request(str(i), prompt, params, adapter=name, salt=salt))
+    for i, (name, prompt) in enumerate(zip(names, prompts(len(names), prompt_tokens), strict=True)):
+        engine.add(Request(str(i), as_token_ids(prompt), params, adapter=name, salt=salt))
     engine.settle(more_to_come=False)
 
 
@@ -82,13 +88,14 @@ def main() -> None:
         ("prompt-tokens", 32), ("max-tokens", 16), ("threads", 1),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--keep", type=Path, help="save adapters and shuffled rows here, for peers/vllm_adapters.py")
     args = parser.parse_args()
     source = find(args.model, CACHE)
     assert source is not None, f"fetch the model first: tokenmill models pull {args.model}"
     path = source.path
     decoder = open_model(path).decoder
     assert decoder is not None, "adapters need a model that the engine has code for"
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() if args.keep is None else nullcontext(args.keep) as folder:
         names = [f"a{i}" for i in range(args.adapters)]
         for i, name in enumerate(names):
             make_adapter(decoder, Path(folder) / name, i, args.rank)
@@ -96,6 +103,10 @@ def main() -> None:
         config = EngineConfig(dtype=args.dtype, threads=args.threads, schedule=schedule, max_model_len=1024)
         lora = LoraConfig(tuple((name, str(Path(folder) / name)) for name in names), args.max_loras)
         turns = [names[i % len(names)] for i in range(args.rows)]
+        if args.keep is not None:
+            kept = zip(turns, prompts(args.rows, args.prompt_tokens), strict=True)
+            lines = [{"adapter": name, "token_ids": ids, "max_tokens": args.max_tokens} for name, ids in kept]
+            (args.keep / "rows.json").write_text(json.dumps(lines), encoding="utf-8")
         works: dict[str, Sequence[str | None]] = {
             "without adapters": [None] * args.rows,
             "base": [None] * args.rows,
@@ -128,7 +139,7 @@ def main() -> None:
             for name, found in rates.items()
         },
     }
-    print(json.dumps(found, indent=1))
+    print(json.dumps(found, indent=1, default=str))
 
 
 if __name__ == "__main__":
