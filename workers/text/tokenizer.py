@@ -15,7 +15,9 @@ import mmap
 import re
 import struct
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
+from threading import Lock
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -548,9 +550,16 @@ def _from_folder(path: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
 
 
+_IMPORTING: Final = Lock()
+"""The module that transformers reads GGUF with puts another one into its place: a thread that imports it meanwhile
+would not find its names."""
+
+
 def _from_gguf(path: Path) -> Any:
     """A GGUF file's tokenizer. It is loaded with the generic class instead of AutoTokenizer, which would first parse
     the whole file for the model's config: 0.7 s instead of 5.4 s for 49,152 tokens, with the same result."""
+    with _IMPORTING:
+        import_module("transformers.integrations.gguf")
     hf = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
     kind = _gguf_pre_tokenizer(path)
     plain = component_state(hf.backend_tokenizer.pre_tokenizer).get("type") == "ByteLevel"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,23 @@ def test_text_is_split_as_the_files_merges_were_learnt(digits: Any, tmp_path: Pa
     assert tokens_of(tokenizer, "x  5") == expected
     (ids,) = tokenizer.encode_batch(["x  5 <end>7"], add_special_tokens=False)
     assert tokenizer.decode(ids) == "x  5 7"
+
+
+@pytest.mark.slow
+def test_several_threads_may_load_the_first_one(digits: Any, tmp_path: Path) -> None:
+    """In a process of its own, where nothing has been imported yet."""
+    path = write(tmp_path / "m.gguf", digits, model="gpt2", pre="gpt-2", add_bos=False)
+    program = f"""
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from workers.text.tokenizer import Tokenizer
+sys.setswitchinterval(1e-5)
+with ThreadPoolExecutor(4) as threads:
+    list(threads.map(Tokenizer.load, [Path({str(path)!r})] * 4))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_unknown_pre_tokenizer_is_logged(digits: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
