@@ -13,12 +13,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu import launches
 from benchmarks.gpu.context import Context, Part, Skipped, free_memory, median_seconds, tried
+from engine.adapters.adapter import LowRank
+from engine.adapters.tiles import TokenTiles
+from engine.device_transfer import make_transfer
 from engine.models.base import LayerCache
 from engine.models.experts import GroupedLinear
 from engine.models.layer_ops import HeadLayout, Update
@@ -30,6 +34,7 @@ from engine.quant.weight import Activations
 from engine.triton_kernels import layers
 from engine.triton_kernels.draws import draw_rows
 from engine.triton_kernels.fp8 import GroupedFp8Product
+from engine.triton_kernels.low_rank import StackedLowRank
 
 _SECONDS = 10.0
 _COPIES = 4
@@ -75,6 +80,8 @@ def run(context: Context) -> Iterator[Part]:
         yield f"launches {name}", tried(partial(launches.of_steps, context, graphs))
         free_memory(context.device)
     yield "product of experts", tried(partial(of_experts, context))
+    free_memory(context.device)
+    yield "adapters", tried(partial(of_adapters, context))
     free_memory(context.device)
     for name, params in draws().items():
         yield f"draws {name}", tried(partial(of_draws, context, params))
@@ -174,6 +181,35 @@ def of_experts(context: Context) -> dict[str, Any]:
         if tokens <= _CHECKED:
             wanted = torch.bmm(weight[expert].float(), x.float()[:, :, None])[:, :, 0]
             found[f"{tokens} tokens"]["distance"] = float((product(x, ends).float() - wanted).norm() / wanted.norm())
+    return found
+
+
+def of_adapters(context: Context) -> dict[str, Any]:
+    """What 8 adapters of rank 16 add to a product of Llama-3.1-8B's gate and up (rank 32 together), rows in turn."""
+    context.need(context.sized(_SECONDS, 0.1))
+    places, rank, n, k = context.sized((8, 32, 28672, 4096), (2, 4, 70, 40))
+    device, dtype = context.device, context.sized(torch.bfloat16, torch.float32)
+    made, changes = [], [LowRank(torch.randn(rank, k) * k**-0.5, torch.randn(n, rank)) for _ in range(places)]
+    for _ in range(context.sized(_COPIES, 1)):
+        made.append(StackedLowRank(places, rank, k, n, dtype, device, upcast=context.dry))
+        for place, change in enumerate(changes):
+            made[-1].place(place, LowRank(*(matrix.to(device, dtype) for matrix in change)))
+    found: dict[str, Any] = {}
+    for rows in context.sized((1, 16, 64, 256, 1024, 8192), (3,)):
+        x = torch.randn(rows, k, device=device).to(dtype)
+        y = torch.zeros(rows, n, dtype=dtype, device=device)
+        slots = (np.arange(rows) * places // rows).astype(np.int32)
+        tiles = TokenTiles.of(slots, make_transfer(device))
+        touched = min(rows, places) * rank * (n + k)
+        cost = Cost(x.itemsize * (touched + rows * (k + 2 * n)), 2 * rows * rank * (n + k))
+        made[0].add(x, y, tiles)
+        if rows <= _CHECKED:
+            of = [changes[slot] for slot in slots.tolist()]
+            wanted = torch.stack([(one.b @ (one.a @ row)) for one, row in zip(of, x.float().cpu(), strict=True)])
+            distance = float((y.float().cpu() - wanted).norm() / wanted.norm())
+        found[f"{rows} rows"] = timed(context, [partial(one.add, x, y, tiles) for one in made], cost)
+        if rows <= _CHECKED:
+            found[f"{rows} rows"]["distance"] = distance
     return found
 
 

@@ -86,10 +86,9 @@ class Adapter:
         """Return the rank of its change of a product, of all modules together; 0: it changes nothing."""
         return sum(part.rank for part in self.parts.get((layer, product), ()))
 
-    @property
-    def max_rank(self) -> int:
-        """The largest rank of its change of a product."""
-        return max((sum(part.rank for part in parts) for parts in self.parts.values()), default=0)
+    def max_rank(self, product: Product) -> int:
+        """Return the largest rank of its changes of a product; 0: it changes none."""
+        return max((self.rank(*at) for at in self.parts if at[1] == product), default=0)
 
     @property
     def num_elements(self) -> int:

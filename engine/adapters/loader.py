@@ -11,6 +11,7 @@ from pathlib import Path
 
 from engine.adapters.adapter import Adapter, open_adapter
 from engine.adapters.places import AdapterPlaces
+from engine.adapters.targets import PRODUCTS
 from engine.config import LoraConfig
 from engine.errors import EngineError, UnsupportedModel
 from engine.logs import get_logger
@@ -39,7 +40,8 @@ class AdapterLoader:
         self._loaded: list[str | None] = [None] * max_loras
         self._cache_bytes = cache_bytes
         self._packed: OrderedDict[str, PackedAdapter] = OrderedDict()  # with and without a place; the oldest first
-        model.add_places(max_loras, max(adapter.max_rank for adapter in adapters.values()))
+        max_ranks = {product: max(one.max_rank(product) for one in adapters.values()) for product in PRODUCTS}
+        model.add_places(max_loras, max_ranks)
         # The largest ones show how much memory places take, before the KV cache gets the rest.
         largest = sorted(adapters.values(), key=lambda adapter: -adapter.num_elements)
         self.load([adapter.name for adapter in largest[:max_loras]])

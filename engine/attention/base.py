@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from torch import Tensor
 from engine.models.base import Attend, KVShape, LayerCache, ModelSpec
 from engine.plan import BlockCopy, CacheGroup
 from engine.states import StateOperator, StateStep
+
+if TYPE_CHECKING:
+    from engine.adapters.tiles import TokenTiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,14 +235,14 @@ class AttentionStep:
     Attributes:
         states: of the layers that have states instead; None: there are none.
         batch: that was prepared; None: all of its tokens are needed.
-        adapters: int32 [T], the place of each token's adapter; -1: it has none; None: no token has one.
+        adapters: see `engine.models.base.Attend.adapters`.
     """
 
     backend: AttentionBackend
     prepared: Any
     states: StateStep | None = None
     batch: AttentionBatch | None = None
-    adapters: NDArray[np.int32] | None = None
+    adapters: NDArray[np.int32] | TokenTiles | None = None
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, sinks: Tensor | None = None, /

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
@@ -16,6 +17,8 @@ from engine.states import StateOperator, StateShape
 
 if TYPE_CHECKING:
     from engine.adapters.adapter import Adapter
+    from engine.adapters.targets import Product
+    from engine.adapters.tiles import TokenTiles
     from engine.models.decoder import DecoderSpec
 
 
@@ -67,9 +70,10 @@ class Attend(Protocol):
         ...
 
     @property
-    def adapters(self) -> NDArray[np.int32] | None:
-        """int32 [T], the place of each token's adapter; -1: it has none; None: no token has one. Only read by models
-        that have places (`AdaptedModel`)."""
+    def adapters(self) -> NDArray[np.int32] | TokenTiles | None:
+        """int32 [T], the place of each token's adapter; -1: it has none; None: no token has one. Of a step that is
+        recorded, tiles that each replay has other contents of. Only read by models that have places
+        (`AdaptedModel`)."""
         ...
 
     def scan(self, layer: int, operator: StateOperator, *inputs: Tensor) -> Tensor:
@@ -250,8 +254,14 @@ class AdaptedModel(Protocol):
         """What adapters are checked against."""
         ...
 
-    def add_places(self, max_loras: int, max_rank: int) -> None:
-        """Make places for adapters; called once. `max_rank`: the largest `Adapter.max_rank`."""
+    @property
+    def num_places(self) -> int:
+        """Places that it has."""
+        ...
+
+    def add_places(self, max_loras: int, max_ranks: Mapping[Product, int]) -> None:
+        """Make places for adapters; called once. `max_ranks`: the largest of all adapters' `Adapter.max_rank` by
+        product; 0: none changes it."""
         ...
 
     def pack_adapter(self, adapter: Adapter) -> PackedAdapter:

@@ -33,6 +33,7 @@ from engine.quant.weight import QWeight
 if TYPE_CHECKING:
     from engine.adapters.adapter import Adapter
     from engine.adapters.linear import AdaptedLayers, TorchAdapter
+    from engine.adapters.targets import Product
 
 StateLayer = DeltaNet | Mamba | ShortConv
 """A layer's part that has a state instead of attention."""
@@ -420,11 +421,16 @@ class FusedDecoder:
         """See `AdaptedModel.decoder_spec`."""
         return self._decoder
 
-    def add_places(self, max_loras: int, max_rank: int) -> None:
+    @property
+    def num_places(self) -> int:
+        """See `AdaptedModel.num_places`."""
+        return 0 if self._adapted is None else self._adapted.max_loras
+
+    def add_places(self, max_loras: int, max_ranks: Mapping[Product, int]) -> None:
         """See `AdaptedModel.add_places`."""
         from engine.adapters.linear import AdaptedLayers  # noqa: PLC0415 - it imports the layers from here
 
-        self._adapted = AdaptedLayers(self._layers, max_loras, self._spec.dtype, self._norm.device)
+        self._adapted = AdaptedLayers(self._layers, max_loras, max_ranks, self._spec.dtype, self._norm.device)
         self._layers = self._adapted.layers
 
     def pack_adapter(self, adapter: Adapter) -> TorchAdapter:
@@ -447,9 +453,9 @@ class FusedDecoder:
     @property
     def recordable(self) -> bool:
         """Whether `forward` can be captured as a graph: it never reads a value on the host. (Frequencies that follow a
-        sequence's length are read, and the rows of experts that are multiplied one by one. Segments of tokens and
-        runs with one adapter are cut on the host.)"""
-        if self._spec.states or self._adapted is not None:
+        sequence's length are read, and the rows of experts that are multiplied one by one. Segments of tokens are
+        cut on the host, and without Triton runs with one adapter.)"""
+        if self._spec.states or (self._adapted is not None and not self._adapted.step.recordable):
             return False
         mixtures = [mixture for layer in self._layers if isinstance(mixture := layer.mixture, Experts)]
         grouped = all(mlp.index is None and mlp.gate_up.recordable and mlp.down.recordable for mlp in mixtures)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.adapters.adapter import Adapter
+from engine.adapters.targets import Product
+from engine.adapters.tiles import TokenTiles
 from engine.attention.base import AttentionStep
 from engine.attention.native import NativeAttention
 from engine.config import Quantize
@@ -81,10 +83,15 @@ class NativeDecoder:
         """See `AdaptedModel.decoder_spec`."""
         return self._decoder
 
-    def add_places(self, max_loras: int, max_rank: int) -> None:
+    @property
+    def num_places(self) -> int:
+        """See `AdaptedModel.num_places`."""
+        return 0 if self._adapters is None else self._adapters.max_loras
+
+    def add_places(self, max_loras: int, max_ranks: Mapping[Product, int]) -> None:
         """See `AdaptedModel.add_places`."""
         self._adapters = NativeAdapters(
-            self.library, self._decoder.num_layers, max_loras, max_rank, self._spec.dtype,
+            self.library, self._decoder.num_layers, max_loras, max(max_ranks.values()), self._spec.dtype,
             has_gates=self._decoder.has_gates,
         )  # fmt: skip
         self._bound = None
@@ -141,6 +148,7 @@ class NativeDecoder:
         state_layers = (ctypes.c_int32 * len(layers))(*layers)
         ids, at = input_ids.contiguous(), positions.contiguous()
         wanted, adapters = attend.prepared.wanted, attend.adapters
+        assert not isinstance(adapters, TokenTiles), "nothing is recorded on a CPU"
         step = StepStruct(
             tokens, len(attend.backend.storage.layout.groups), ids.data_ptr(), attend.prepared.tasks.groups,
             at.data_ptr() if by_position else None, _pointers(rotations), _pointers(growths), hidden.data_ptr(),

@@ -38,14 +38,14 @@ class NativeAdapters:
     """The places of a decoder's adapters.
 
     Attributes:
-        max_rank: the largest rank of a product.
+        max_loras: places.  max_rank: the largest rank of a product.
     """
 
     def __init__(
         self, library: NativeLibrary, num_layers: int, max_loras: int, max_rank: int, dtype: torch.dtype,
         *, has_gates: bool,
     ) -> None:  # fmt: skip
-        self.max_rank = max_rank
+        self.max_loras, self.max_rank = max_loras, max_rank
         self._library = library
         self._dtype = dtype
         self._has_gates = has_gates

@@ -4,7 +4,7 @@ states go from stage to stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.adapters.adapter import Adapter
 from engine.adapters.linear import TorchAdapter
+from engine.adapters.targets import Product
 from engine.attention import AttentionBackend, AttentionBatch
 from engine.config import Quantize
 from engine.expert_load import ExpertLoad
@@ -109,10 +110,10 @@ class RankDecoder(FusedDecoder):
         """See `AdaptedModel.decoder_spec`: of the whole model."""
         return self._share.spec
 
-    def add_places(self, max_loras: int, max_rank: int) -> None:
+    def add_places(self, max_loras: int, max_ranks: Mapping[Product, int]) -> None:
         """See `AdaptedModel.add_places`. An adapter's part of a row-parallel product is summed with the rank's own."""
         self._layers = tuple(_with_outputs(layer, lambda linear: linear.part) for layer in self._layers)
-        super().add_places(max_loras, max_rank)
+        super().add_places(max_loras, max_ranks)
         self._layers = tuple(_with_outputs(layer, self._summed) for layer in self._layers)
 
     def pack_adapter(self, adapter: Adapter) -> TorchAdapter:

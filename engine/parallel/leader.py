@@ -6,7 +6,7 @@ above are independent of ranks: one scheduler decides, and one sampler draws.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from engine.adapters.adapter import Adapter
 from engine.adapters.loader import AdapterLoader, load_adapters
+from engine.adapters.targets import Product
+from engine.adapters.tiles import TokenTiles
 from engine.attention import (
     AttentionBackend,
     AttentionBatch,
@@ -147,6 +149,7 @@ class LeaderModel:
         assert isinstance(attend, AttentionStep), "ranks attend by steps"
         assert isinstance(attend.backend, LeaderAttention), "the other ranks have a part of the cache"
         assert attend.batch is not None, "the other ranks prepare it, too"
+        assert not isinstance(attend.adapters, TokenTiles), "a step that is recorded is each rank's own"
         batch, ends = attend.batch, self._divide(attend.batch)
         inputs = (input_ids, positions) if rope_lengths is None else (input_ids, positions, rope_lengths)
         with self._rank_group.collective():
@@ -161,11 +164,16 @@ class LeaderModel:
         """See `AdaptedModel.decoder_spec`."""
         return self.own.decoder_spec
 
-    def add_places(self, max_loras: int, max_rank: int) -> None:
+    @property
+    def num_places(self) -> int:
+        """See `AdaptedModel.num_places`."""
+        return self.own.num_places
+
+    def add_places(self, max_loras: int, max_ranks: Mapping[Product, int]) -> None:
         """See `AdaptedModel.add_places`; on all ranks."""
         with self._rank_group.collective():
-            self._rank_group.send(AddPlaces(max_loras, max_rank))
-            self.own.add_places(max_loras, max_rank)
+            self._rank_group.send(AddPlaces(max_loras, max_ranks))
+            self.own.add_places(max_loras, max_ranks)
 
     def pack_adapter(self, adapter: Adapter) -> SharedAdapter:
         """See `AdaptedModel.pack_adapter`; of the leader's shard. Raises as `shard_adapter`, too."""
@@ -249,14 +257,16 @@ class LeaderGraphs(Graphs):
             _check(answers)
 
     def replay(
-        self, shape: GraphShape, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, shared: Any | None
-    ) -> Tensor:
+        self, shape: GraphShape, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, shared: Any | None,
+        adapters: NDArray[np.int32] | None = None,
+    ) -> Tensor:  # fmt: skip
         """See `Graphs.replay`."""
         with self._rank_group.collective():
             ends = np.array([len(batch.starts)], dtype=np.int32)
-            self._rank_group.send(Forward(batch, lengths=False, ends=ends, graph=self._numbers[shape]))
+            number = self._numbers[shape]
+            self._rank_group.send(Forward(batch, lengths=False, ends=ends, graph=number, adapters=adapters))
             self._rank_group.groups.whole.broadcast(torch.stack((input_ids, positions)))
-            return super().replay(shape, input_ids, positions, batch, shared)
+            return super().replay(shape, input_ids, positions, batch, shared, adapters)
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:

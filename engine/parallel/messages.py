@@ -4,6 +4,7 @@ Tensors are sent between the ranks directly, device to device. `engine.parallel.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.adapters.targets import Product
 from engine.attention import AttentionBatch
 from engine.config import Quantize, ScheduleConfig
 from engine.plan import BlockCopy, CacheGroup
@@ -53,7 +55,7 @@ class AddPlaces:
     """`AdaptedModel.add_places`."""
 
     max_loras: int
-    max_rank: int
+    max_ranks: Mapping[Product, int]
 
 
 @dataclass(frozen=True, slots=True)

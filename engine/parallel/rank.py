@@ -64,7 +64,7 @@ class RankWorker:
             case LoadShare():
                 return self._load(message)
             case AddPlaces():
-                self._model.add_places(message.max_loras, message.max_rank)
+                self._model.add_places(message.max_loras, message.max_ranks)
             case PlaceAdapter():
                 self._place(message)
             case Measure():
@@ -160,7 +160,7 @@ class RankWorker:
         inputs = self._groups.whole.broadcast(torch.empty(shape, dtype=torch.int64, device=self._groups.device))
         if message.graph is not None:
             assert self._graphs is not None, "graphs are recorded before a step replays one"
-            self._graphs.replay_chosen(message.graph, inputs[0], inputs[1], message.batch)
+            self._graphs.replay_chosen(message.graph, inputs[0], inputs[1], message.batch, message.adapters)
             return
         lengths = inputs[2] if message.lengths else None
         self._model.forward_step(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.adapters.tiles import TokenTiles
 from engine.config import EngineConfig, KVDType, ScheduleConfig
 from engine.errors import OutOfMemory
 from engine.logs import get_logger
@@ -105,7 +106,7 @@ def make_memory_release(device: torch.device) -> Callable[[], None]:
 class AttendToNothing:
     """`Attend` of a step of one sequence, without a cache and adapters."""
 
-    adapters = None
+    adapters: TokenTiles | None = None
 
     def __init__(self, spec: ModelSpec, tokens: int) -> None:
         self._spec = spec

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.adapters.tiles import TokenTiles
 from engine.attention.base import (
     AttentionBackend,
     AttentionBatch,
@@ -29,7 +31,7 @@ from engine.attention.reference import ReferenceAttention
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineLost, OutOfMemory
 from engine.logs import get_logger
-from engine.models.base import CausalModel
+from engine.models.base import AdaptedModel, CausalModel
 from engine.runner.buckets import GraphBuckets, GraphShape, padded
 from engine.runner.device_memory import make_memory_release
 
@@ -128,6 +130,9 @@ class Graphs:
             self._input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
             self._positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
             self._prepared = {shape: self._reserve(shape, table_width) for shape in self.shapes}
+            places = model.num_places if isinstance(model, AdaptedModel) else 0
+            reserve = partial(TokenTiles.reserve, max_loras=places, device=device)
+            self._tiles = {shape: reserve(shape.tokens) for shape in self.shapes} if places else {}
         self._replays: dict[GraphShape, Replay] = {}
 
     def __len__(self) -> int:
@@ -144,7 +149,7 @@ class Graphs:
         self.has_computed = False
 
         def run() -> Tensor:
-            attend = AttentionStep(self._attention, prepared)
+            attend = AttentionStep(self._attention, prepared, adapters=self._tiles.get(shape))
             hidden = self._model.forward(self._input_ids[tokens], self._positions[tokens], attend, None)
             self.has_computed = True
             return hidden
@@ -157,21 +162,26 @@ class Graphs:
         """Return the shape for a step of these sizes (`num_decodes`: single-token rows); None: it uses no graph."""
         return self._buckets.pick(rows, num_tokens, num_decodes)
 
-    def forward(self, shape: GraphShape, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+    def forward(
+        self, shape: GraphShape, input_ids: Tensor, positions: Tensor, batch: AttentionBatch,
+        adapters: NDArray[np.int32] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Run `CausalModel.forward` of a step for which `pick` returned this shape: hidden states [T, hidden_size],
         valid until the next step is launched.
 
         Args:
             input_ids, positions: int64 [T].
+            adapters: int32 [T], as of `Attend`.
         """
         shared = None if self._sharing is None else self._sharing.find_shared(batch)
         if shared is not None:
             shape = self._buckets.sharing(shape)
-        return self.replay(shape, input_ids, positions, batch, shared)
+        return self.replay(shape, input_ids, positions, batch, shared, adapters)
 
     def replay(
-        self, shape: GraphShape, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, shared: Any | None
-    ) -> Tensor:
+        self, shape: GraphShape, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, shared: Any | None,
+        adapters: NDArray[np.int32] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Run `forward` by the graph of one of `shapes`.
 
         Args:
@@ -183,18 +193,23 @@ class Graphs:
             self._sharing.refill_shared(self._prepared[shape], padded(batch, shape), shared)
         else:
             self._attention.refill(self._prepared[shape], padded(batch, shape))
+        if (tiles := self._tiles.get(shape)) is not None:
+            tiles.refill(adapters)
         self._input_ids[:count].copy_(input_ids)
         self._positions[:count].copy_(positions)
         self._input_ids[count : shape.tokens].zero_()
         self._positions[count : shape.tokens].zero_()
         return self._replays[shape]()[:count]
 
-    def replay_chosen(self, number: int, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+    def replay_chosen(
+        self, number: int, input_ids: Tensor, positions: Tensor, batch: AttentionBatch,
+        adapters: NDArray[np.int32] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Run `forward` by the graph of `shapes[number]`, which another rank has chosen for the step. Its own attention
         finds what is shared; where that is nothing, the graph reads nothing together."""
         shape = self.shapes[number]
         shared = self._sharing.find_shared(batch) if self._sharing is not None and shape.shared else None
-        return self.replay(shape, input_ids, positions, batch, shared)
+        return self.replay(shape, input_ids, positions, batch, shared, adapters)
 
     def _reserve(self, shape: GraphShape, table_width: int) -> Any:
         sizes = shape.tokens, shape.sequences, shape.decodes, shape.mixed, table_width

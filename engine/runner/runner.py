@@ -230,16 +230,16 @@ class ModelRunner:
         if plan.ahead is not None:
             input_ids = torch.where(input_ids < 0, self._sampled[(-1 - input_ids).clamp(min=0)], input_ids)
         lengths = self._rope_lengths(at_row, positions)
-        if self._graphs is not None and lengths is None and self._recordable(plan):
-            shape = self._graphs.pick(len(plan.rows), plan.num_tokens, plan.num_decodes)
-            if shape is not None:
-                self.graph_steps += 1
-                return self._graphs.forward(shape, input_ids, device_positions, batch)
-        self._state_step = None if self._states is None else self._states.step(plan, self._rows)
         adapters = None
         if self._adapters is not None:
             self._adapters.load(plan.loaded)
             adapters = None if plan.adapters is None else np.repeat(plan.adapters, plan.counts)
+        if self._graphs is not None and lengths is None and self._recordable(plan):
+            shape = self._graphs.pick(len(plan.rows), plan.num_tokens, plan.num_decodes)
+            if shape is not None:
+                self.graph_steps += 1
+                return self._graphs.forward(shape, input_ids, device_positions, batch, adapters)
+        self._state_step = None if self._states is None else self._states.step(plan, self._rows)
         attend = AttentionStep(self._attention, self._attention.prepare(batch), self._state_step, batch, adapters)
         inputs = input_ids, device_positions, attend, lengths
         if self._reader is None:

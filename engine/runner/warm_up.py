@@ -1,4 +1,4 @@
-"""Compiles, when an engine starts, the kernels of attention and of draws that its eager steps launch.
+"""Compiles, when an engine starts, the kernels of attention, adapters and draws that its eager steps launch.
 
 A kernel is compiled when it is first launched, in seconds; without this, in the middle of a job. The model itself
 launches them, for tokens that are stored nowhere, so they are compiled for its own tensors.
@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.adapters.tiles import LARGE, SMALL, TokenTiles
 from engine.attention.base import WARM_UP_TOKENS, AttentionBackend, CompiledAttention
+from engine.device_transfer import make_transfer
 from engine.logs import get_logger
-from engine.models.base import CausalModel, LayerCache, RoutedModel
+from engine.models.base import AdaptedModel, CausalModel, LayerCache, RoutedModel
 from engine.runner.device_memory import AttendToNothing
 from engine.sampling.sampler import Sampler
 
@@ -22,10 +24,11 @@ logger = get_logger(__name__)
 
 
 class _AttendInEveryShape(AttendToNothing):
-    """`Attend` of these tokens."""
+    """`Attend` of these tokens; adapters: tiles of none."""
 
-    def __init__(self, model: CausalModel, attention: CompiledAttention) -> None:
+    def __init__(self, model: CausalModel, attention: CompiledAttention, adapters: TokenTiles | None) -> None:
         super().__init__(model.spec, WARM_UP_TOKENS)
+        self.adapters = adapters
         self._attention, self._step = attention, attention.warm_up_step()
 
     def __call__(
@@ -38,8 +41,8 @@ class _AttendInEveryShape(AttendToNothing):
 
 
 def compile_launches(model: CausalModel, attention: AttentionBackend, device: torch.device) -> None:
-    """Launch every kernel that an eager step of this model may launch to attend, unless a library does, and to draw; on
-    other devices than CUDA's do nothing."""
+    """Launch every kernel that an eager step of this model may launch to attend, unless a library does, for adapters,
+    and to draw; on other devices than CUDA's do nothing."""
     if device.type != "cuda":
         return
     begun = time.perf_counter()
@@ -55,6 +58,11 @@ def compile_launches(model: CausalModel, attention: AttentionBackend, device: to
 def _attend(model: CausalModel, attention: CompiledAttention, device: torch.device) -> None:
     zero = torch.zeros(WARM_UP_TOKENS, dtype=torch.int64, device=device)
     lengths = zero if model.spec.rope_original_max is not None else None
-    model.forward(zero, zero, _AttendInEveryShape(model, attention), lengths)
+    tiles: list[TokenTiles | None] = [None]
+    if isinstance(model, AdaptedModel) and model.num_places:
+        nothing = torch.zeros(1, 3, dtype=torch.int32, device=device)
+        tiles = [TokenTiles(nothing, nothing[0, :1], rows, make_transfer(device)) for rows in (SMALL, LARGE)]
+    for adapters in tiles:
+        model.forward(zero, zero, _AttendInEveryShape(model, attention, adapters), lengths)
     if isinstance(model, RoutedModel):
         model.reset_expert_load()

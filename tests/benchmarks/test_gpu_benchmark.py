@@ -603,6 +603,7 @@ def check_kernels(parts: dict[str, Any]) -> None:
     products = {name: part["3 rows"] for name, part in parts.items() if name.startswith("product tiny")}
     assert set(products) == {f"product tiny {name}" for name in ("bf16", "int8 weights", "fp8, our kernel")}
     assert all(product["distance"] < 0.05 for product in products.values()), products
+    assert parts["adapters"]["3 rows"]["distance"] < 1e-5
     launched = [part for name, part in parts.items() if name.startswith("launches")]
     assert [list(part) for part in launched] == [["4 tokens", "8 tokens"]] * 2
     assert all(step["steps"] == 2 for part in launched for step in part.values())

@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig
+from engine.config import LoraConfig
 from engine.errors import EngineError, EngineLost
 from engine.parallel.messages import Done, DropGraphs, RecordGraph
 from engine.parallel.rank import RankWorker
 from engine.parallel.rank_group import RankGroupProcesses
 from engine.runner.buckets import GraphBuckets
+from tests.adapter_files import make_adapter
 from tests.engine.parallel import rank_with_recorder
 from tests.engine.parallel.rank_with_recorder import fake_device, recorder_of
 from tests.engine.runner.test_async_loop import answers, check_idle, plain_work, prompt, workload
@@ -278,5 +281,34 @@ def test_on_cuda_devices_steps_are_ahead_and_replay_graphs_where_all_ranks_have_
                 assert stats.steps_ahead >= stats.steps - 2
             assert stats.steps_recorded == 0
             assert "rank 1: EngineError: steps of" in capsys.readouterr().out
+        finally:
+            rank_group.close()
+
+
+@pytest.mark.exhaustive
+def test_on_cuda_devices_graphs_add_each_ranks_shard_of_the_steps_adapters(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="NOT TESTED HERE: Triton's kernels; triton is not installed")
+    path = tiny_model("llama")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for n in range(3):
+        make_adapter(model, tmp_path / f"a{n}", n, rank=2 + 7 * n)
+    lora = LoraConfig(tuple((f"a{n}", str(tmp_path / f"a{n}")) for n in range(3)), max_loras=2)
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    names = (None, "a0", "a1", "a2", "a0")
+    work = [Request(str(n), prompt(n, 3 + 4 * n, 0), params, adapter=name) for n, name in enumerate(names)]
+    want = answers(load(path, None, lora=lora), work)
+    monkeypatch.setattr("engine.parallel.rank_group.RANK_MODULE", rank_with_recorder.MODULE)
+    monkeypatch.setenv(rank_with_recorder.DEVICE, "cuda")
+    with fake_device() as device:
+        rank_group = ranks(device="cuda")
+        try:
+            engine = load(path, rank_group, device="cuda", attention="triton", max_graph_tokens=8, lora=lora)
+            device.waits.clear()
+            assert answers(engine, work) == want
+            assert device.waits == []
+            stats = engine.stats()
+            assert 0 < stats.steps_recorded < stats.steps
         finally:
             rank_group.close()

@@ -274,6 +274,7 @@ _KERNELS = (
     ("engine.triton_kernels.int8", ("_quantize_rows", "_scale_sums")),
     ("engine.triton_kernels.fp8", ("_quantize_rows", "_quantize_groups", "_grouped_product")),
     ("engine.triton_kernels.draws", ("_draw_rows",)),
+    ("engine.triton_kernels.low_rank", ("_multiply_a", "_add_b")),
     ("engine.triton_kernels.layers", ("_add_norm", "_rotate_and_store", "_activate")),
 )
 

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig
-from engine.config import SpeculationConfig
+from engine.config import LoraConfig, SpeculationConfig
 from engine.device_transfer import PinnedTransfer, make_transfer
 from engine.errors import EngineError, EngineLost
 from engine.quant.int8_linear import Int8Linear, Int8WeightLinear
@@ -96,6 +98,48 @@ def test_graphs_and_steps_ahead_give_the_same_answers_and_wait_for_nothing(tiny_
         stats = engine.stats()
         assert stats.steps_recorded > stats.steps / 3
         assert stats.steps_ahead >= stats.steps - 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", pytest.param("phi3", marks=pytest.mark.exhaustive)])
+def test_adapters_in_graphs_give_the_same_answers_and_wait_for_nothing(
+    family: str, tiny_model: TinyModel, adapters: ModuleType, tmp_path: Path
+) -> None:
+    # Given adapters of other ranks and modules, one more than there are places, and the answers by torch's operators:
+    path = tiny_model(family)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    every, some = (*adapters.ALL, "qkv_proj", "gate_up_proj"), ("q_proj", "v_proj", "qkv_proj", "down_proj")
+    for i, (rank, modules) in enumerate([(4, every), (17, some), (2, every)]):
+        adapters.make_adapter(model, tmp_path / f"a{i}", i, rank=rank, modules=modules)
+    lora = LoraConfig(tuple((f"a{i}", str(tmp_path / f"a{i}")) for i in range(3)), max_loras=2)
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    names = ("a0", "a1", None, "a2", "a0", "a1", "a2")
+    work = [
+        Request(str(i), prompt(i, 3 + 5 * i % 17, shared=3), params, adapter=name, expected_tokens=1)
+        for i, name in enumerate(names)
+    ]
+    without = [replace(request, adapter=None) for request in work]
+    reference = load(path, "cpu", attention="paged-sdpa", lora=lora)
+    want = answers(reference, work)
+    assert all(one != other for one, other, name in zip(want, answers(reference, without), names, strict=True) if name)
+
+    # when the kernels compute them, in steps that are recorded, launched, and ahead of their results,
+    with fake_cuda() as device:
+        engine = load(path, "cuda", attention="triton", lora=lora)
+        device.waits.clear()
+        device.launches.clear()
+        got = answers(engine, work)
+
+        # then the answers are the same, and the host waited for nothing, when adapters changed places, either.
+        assert got == want
+        assert device.waits == []
+        assert {"_multiply_a", "_add_b"} < set(device.launches)
+        check_idle(engine)
+        stats = engine.stats()
+        assert 0 < stats.steps_recorded < stats.steps
+        assert stats.steps_ahead > 0
+        # A row without an adapter is that of the model without adapters, to the bit.
+        assert answers(engine, without) == answers(load(path, "cuda", attention="triton"), without)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.adapters.targets import Product
 from engine.attention import AttentionBatch, AttentionStep, KVLayout, make_backend
 from engine.models.decoder import FusedDecoder
 from engine.models.decoder_builder import TorchBuilder
@@ -42,9 +43,20 @@ PARALLEL_FP8 = [
 ]  # fmt: skip
 """Attention and MLP read one norm, so it is a tensor."""
 
+ADAPTED = [
+    "_add_norm", "mm", "_multiply_a", "_add_b", "_rotate_and_store", "attend_tiles", "mm",
+    "_add_norm", "mm", "_activate", "mm", "_multiply_a", "_add_b",
+]  # fmt: skip
+"""By adapters of q_proj and down_proj; that other products have places would cost their launches."""
+
 
 def launches(
-    path: Path, monkeypatch: pytest.MonkeyPatch, *, quantize: Any = "none", fused: bool = True
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    quantize: Any = "none",
+    fused: bool = True,
+    max_ranks: Mapping[Product, int] | None = None,
 ) -> tuple[list[str], int]:
     """Of all layers in a step of one decoding token, in bfloat16; and how many layers there are."""
     found: list[str] = []
@@ -62,11 +74,14 @@ def launches(
         assert isinstance(model, FusedDecoder)
         if not fused:
             model._ops = model._torch_ops
+        if max_ranks is not None:
+            model.add_places(2, max_ranks)
         groups = tuple(CacheGroup(own, window, 2) for window, own in model.spec.window_layers.items())
         attention = make_backend("triton", KVLayout.of(model.spec, groups, 8), torch.bfloat16, DEVICE)
         one, table, times = np.ones(1, np.int32), np.ones((1, 1), np.int32), len(groups)
         batch = AttentionBatch(0 * one, one, 1, (table,) * times, (np.array([8]),) * times)
-        step = AttentionStep(attention, attention.prepare(batch))
+        adapters = None if max_ranks is None else np.zeros(1, np.int32)
+        step = AttentionStep(attention, attention.prepare(batch), adapters=adapters)
         ids = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         device.waits.clear()
         model.forward(ids, ids, step, None)
@@ -92,6 +107,14 @@ def test_a_layer_launches_this(
 ) -> None:
     found, num_layers = launches(tiny_model(family), monkeypatch, quantize=quantize)
     assert found == layer * num_layers, "a layer's last sum is a part of the norm behind it"
+
+
+def test_each_product_that_an_adapter_changes_launches_two_more(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    max_ranks: dict[Product, int] = {"qkv": 6, "output": 0, "gate_up": 0, "down": 2}
+    found, num_layers = launches(tiny_model("llama"), monkeypatch, max_ranks=max_ranks)
+    assert found == ADAPTED * num_layers
 
 
 def test_torchs_form_launches_more_than_twice_as_many(

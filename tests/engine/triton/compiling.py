@@ -20,15 +20,18 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import engine.triton_kernels.attention as kernels
+from engine.adapters.tiles import TokenTiles
 from engine.attention import AttentionBatch, KVLayout
 from engine.attention.base import WARM_UP_TOKENS
 from engine.attention.triton_paged import TritonPagedAttention
+from engine.device_transfer import make_transfer
 from engine.plan import CacheGroup
 from engine.quant.rtn import Rounding, round_to_nearest
 from engine.quant.weight import Activations
 from engine.runner.buckets import GraphShape, padded
 from engine.triton_kernels.draws import draw_rows
 from engine.triton_kernels.fp8 import GroupedFp8Product, quantize_rows
+from engine.triton_kernels.low_rank import StackedLowRank
 from engine.triton_kernels.small_weights import SmallWeightProduct
 
 CPU = torch.device("cpu")
@@ -179,6 +182,20 @@ def products(capability: int) -> None:
         quantize_rows(torch.zeros(rows, 2048, dtype=torch.bfloat16))
 
 
+def low_rank(capability: int) -> None:
+    """Products of adapters in steps of several sizes, launched and padded for graphs."""
+    dtype = torch.float16 if capability < 80 else torch.bfloat16
+    shapes = [(24, 2048, 2048), (24, 2048, 3072), (768, 2048, 3000)]
+    for stacked in [StackedLowRank(4, *shape, dtype, CPU) for shape in shapes]:
+        k, n = stacked._a.shape[2], stacked._b.shape[2]
+        for tokens in (1, 3, 16, 17, 48, 513, 1000):
+            slots = (np.arange(tokens, dtype=np.int32) % 5) - 1
+            reserved = TokenTiles.reserve(tokens, 4, CPU)
+            reserved.refill(slots)
+            for tiles in (TokenTiles.of(slots, make_transfer(CPU)), reserved):
+                stacked.add(torch.zeros(tokens, k, dtype=dtype), torch.zeros(tokens, n, dtype=dtype), tiles)
+
+
 def draw(rows: int, vocab: int) -> None:
     """A step's draws, whose parameters lie anywhere in one buffer."""
     top_p, uniform = torch.empty(2, rows + 1, dtype=torch.float64)[:, :rows]
@@ -193,7 +210,9 @@ def draws(capability: int) -> None:
         draw(rows, 2000)
 
 
-PARTS: dict[str, Callable[[int], None]] = {"shapes": shapes, "sizes": sizes, "products": products, "draws": draws}
+PARTS: dict[str, Callable[[int], None]] = {
+    "shapes": shapes, "sizes": sizes, "products": products, "draws": draws, "low_rank": low_rank,
+}  # fmt: skip
 
 if __name__ == "__main__":
     assert isinstance(kernels.attend_tiles, JITFunction), "Triton's interpreter is on"

@@ -59,6 +59,16 @@ def test_draws_of_steps_of_any_size_share_a_kernel(capability: int, tmp_path: Pa
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("capability", [90, 75])
+def test_low_rank_products_compile_and_fit_and_depend_on_their_tile_alone(capability: int, tmp_path: Path) -> None:
+    """Whether a step is launched or recorded, and whatever its sizes are divisible by."""
+    found = compiled("low_rank", capability, tmp_path)
+    assert [each for each in found if each["shared"] > SHARED[capability]] == []
+    counts = Counter(each["kernel"] for each in found)
+    assert counts == {"_multiply_a": 2 * 2, "_add_b": 2 * 3}  # tiles, shapes
+
+
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [90, 89])
 def test_products_compile_and_fit_and_depend_on_their_tile_alone(capability: int, tmp_path: Path) -> None:
