@@ -178,6 +178,11 @@ class TableJob:
         return orjson.loads(orjson.dumps(line_of(row, self._task.url, {**self._body, **fields})))
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of its adapters."""
+        return tuple(name for name, _ in self._engine.adapters)
+
+    @property
     def segment_sizes(self) -> SegmentSizes:
         """The sizes of the segments of its plan."""
         return SegmentSizes.of(self._wanted.plan)

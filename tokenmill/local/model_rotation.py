@@ -47,7 +47,8 @@ def compute_in_rotation(
     served: dict[str, list[ModelPin]] = {}  # names of the same weights share a queue, and adapters their model
     for pin in models:
         served.setdefault(pin.base_key, []).append(pin)
-    turns = ModelRotation(list(served), queue, None, clock, switch_after=math.inf)
+    adapters = {model: [pin.key for pin in pins if pin.key != model] for model, pins in served.items()}
+    turns = ModelRotation(list(served), queue, None, clock, switch_after=math.inf, adapters=adapters)
     for turn in count():
         pins = served[turns.loaded]
         base = next((pin for pin in pins if pin.adapter is None), pins[0])

@@ -8,7 +8,7 @@ at once, and its caller sends it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -35,6 +35,7 @@ class ModelRotation:
         lane: None: there are no interactive requests.
         switch_after: seconds after which a loaded model with work is replaced by another that has requests.
         lane_queues: the lane's queues of a model that this worker takes from (`queues_of_no_worker`).
+        adapters: the keys of each model's adapters, whose shards it computes, too; None: there are none.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class ModelRotation:
         clock: Clock,
         switch_after: float,
         lane_queues: Callable[[str], Sequence[LaneQueue]] = queues_of_no_worker,
+        adapters: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self._models = tuple(models)
         self._queue = queue
@@ -52,6 +54,7 @@ class ModelRotation:
         self._clock = clock
         self._switch_after = switch_after
         self._lane_queues = lane_queues
+        self._adapters = adapters or {}
         self._next_poll = self._until = 0.0
         self._over = False
         self._taken: tuple[str, ShardTask] | None = None  # its queue, and the task taken from it
@@ -79,7 +82,8 @@ class ModelRotation:
     def _poll(self) -> None:
         at = self._models.index(self.loaded)
         for model in self._models[at + 1 :] + self._models[:at]:
-            for queue in (queue_name(model, tier) for tier in BY_URGENCY):
+            keys = (model, *self._adapters.get(model, ()))
+            for queue in (queue_name(key, tier) for tier in BY_URGENCY for key in keys):
                 try:
                     task = self._queue.take([queue], 0.0)
                 except ServiceUnavailable:  # taking the loaded model's shards reports it

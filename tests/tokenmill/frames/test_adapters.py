@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,12 +20,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tokenmill as tm
+from tests.tokenmill.chaos.watching import digests
+from tests.tokenmill.command_processes import ROOT
+from tests.waiting import wait_for
 from tokenmill.errors import InvalidCall, UserError
 from tokenmill.frames.clusters.blocks import BlockMapper
 from workers.model.loaded_model import LoadedModel
 
 Cli = Callable[..., Any]
 
+PROGRAM = Path(__file__).with_name("adapter_pipeline_program.py")
 PROMPT = "number {{ n }}"
 NAMES = ["a0", None, "a1", "tiny", "a9"]
 ASKED: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "dtype": "float32"}
@@ -50,6 +58,20 @@ def given(folder: Path, model_folder: Path, adapters: ModuleType) -> dict[str, P
 def table() -> pl.DataFrame:
     """The same four texts for each name."""
     return pl.DataFrame({"n": [n for n in range(4) for _ in NAMES], "customer": NAMES * 4})
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[LoadedModel]:
+    """The models that are loaded."""
+    found: list[LoadedModel] = []
+    load = LoadedModel.load
+    monkeypatch.setattr(LoadedModel, "load", lambda *args, **options: found.append(load(*args, **options)) or found[-1])
+    return found
+
+
+def change_alpha(adapter: Path) -> None:
+    settings = adapter / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"lora_alpha": 3}))
 
 
 def answers_of(table: pl.DataFrame, name: str | None) -> list[str]:
@@ -91,8 +113,7 @@ def test_given_a_column_of_adapters_when_mapped_then_each_row_has_the_answer_of_
     assert ended.code == 0, ended.err
     assert pl.read_parquet(folder / "out/table.parquet").equals(found)
     # With other files under its name only the rows of that adapter are computed again.
-    settings = given["a0"] / "adapter_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"lora_alpha": 3}))
+    change_alpha(given["a0"])
     changed = tm.map(table, model=model, reuse=folder / "out", **asked)
     assert answers_of(changed, "a0") != texts["a0"]
     assert set(changed.filter("answer_reused")["customer"]) == {None, "tiny", "a1"}
@@ -101,11 +122,8 @@ def test_given_a_column_of_adapters_when_mapped_then_each_row_has_the_answer_of_
 
 @pytest.mark.slow
 def test_given_a_resident_model_with_adapters_when_called_then_it_is_loaded_once_for_the_same_files(
-    model: str, folder: Path, given: dict[str, Path], table: pl.DataFrame, monkeypatch: pytest.MonkeyPatch
+    model: str, folder: Path, given: dict[str, Path], table: pl.DataFrame, loads: list[LoadedModel]
 ) -> None:
-    loads: list[LoadedModel] = []
-    load = LoadedModel.load
-    monkeypatch.setattr(LoadedModel, "load", lambda *args, **options: loads.append(load(*args, **options)) or loads[-1])
     rows = table.filter(pl.col("customer") != "a9")
     question: dict[str, Any] = {"text": PROMPT, "labels": ["yes", "no"]}
 
@@ -176,7 +194,102 @@ def test_given_wrong_adapters_when_called_then_nothing_runs_and_the_message_has_
         assert not (folder / "out" / "job.json").exists()
     with pytest.raises(InvalidCall, match="adapters are of models that generate"):
         tm.classify(rows, model=model, text=PROMPT, adapter_column="customer")
-    for of_pipeline, of_step in ((both, {}), ({}, both), ({}, {"adapter_column": "customer"})):
-        steps = tm.pipeline([tm.step("reply", prompt=PROMPT, **of_step)], model=model, **of_pipeline)
-        with pytest.raises(InvalidCall, match="step 'reply': adapters: pipelines take none"):
-            steps.run(rows)
+    for changes, message in cases[:3]:
+        steps = tm.pipeline([tm.step("reply", prompt=PROMPT, **changes)], model=model)
+        with pytest.raises(InvalidCall, match=f"step 'reply': .*{message}"):
+            steps.run(rows, output_dir=folder / "out")
+
+
+@pytest.mark.slow
+def test_given_steps_with_adapters_when_run_then_one_model_gives_the_answers_of_single_calls(
+    model: str, folder: Path, given: dict[str, Path], table: pl.DataFrame, loads: list[LoadedModel]
+) -> None:
+    named = {"adapters": given, "adapter_column": "customer"}
+    other = {"adapters": {"a0": shutil.copytree(given["a1"], folder / "a2")}}  # steps have other files of this name
+    change_alpha(folder / "a2")
+    asked = {"max_tokens": 6, "temperature": 0}
+    steps: list[tuple[str, Callable[..., Any], dict[str, Any]]] = [
+        ("reply", tm.map, {"prompt": PROMPT, **asked, **named}),
+        ("draft", tm.map, {"prompt": "so {{ n }}", **asked}),
+        ("legal", tm.map, {"prompt": "{{ draft }}!", **asked, **other}),
+        ("route", tm.classify, {"text": "{{ draft }}", "labels": ["a0", "a1", "tiny"], "adapters": {"x": given["a0"]}}),
+        ("sent", tm.map, {"prompt": PROMPT, **asked, "adapters": given, "adapter_column": "route"}),
+        ("after", tm.map, {"prompt": "{{ reply }}", **asked}),
+    ]
+    made = tm.pipeline([tm.step(*call, **options) for *call, options in steps], model=model, dtype="float32")
+
+    found = made.run(table, output_dir=folder / "out")
+
+    assert len(loads) == 1
+    single = table
+    for name, function, options in steps[:-1]:
+        single = function(single, model=model, dtype="float32", output_column=name, **options)
+    kept = [name for name in single.columns if not name.endswith("_tokens")]
+    assert found.select(kept).equals(single.select(kept))
+    assert found["route"].n_unique() > 1, "else one model answers all of the next step"
+    failed = found.filter(customer="a9")
+    assert all("(tiny, a0, a1)" in error for error in failed["reply_error"])
+    assert failed["after_error"].str.starts_with("input_failed: ").all()
+    sent = made.plan(table).steps["sent"]
+    assert sent is not None
+    assert sent.computed == 4 * 2, "its adapters are assumed in turn"
+    # The same adapter under another name has these answers.
+    renamed = tm.step("legal", prompt="{{ draft }}!", **asked, adapters={"y": folder / "a2"})
+    again = tm.pipeline([renamed], model=model, dtype="float32").run(found[["draft"]], reuse=folder / "out")
+    assert again["legal_reused"].all()
+    # The folder belongs to the names in the column, and to the adapters' files.
+    with pytest.raises(InvalidCall, match="it is over other cells"):
+        made.run(table.with_columns(customer=pl.lit("a0")), output_dir=folder / "out")
+    change_alpha(given["a0"])
+    with pytest.raises(InvalidCall, match=r"holds another job: models\[1\].digest was"):
+        made.run(table, output_dir=folder / "out")
+
+
+@pytest.mark.slow
+def test_given_an_adapter_merged_and_beside_its_model_when_a_pipeline_runs_then_each_model_is_loaded_once(
+    model: str, given: dict[str, Path], loads: list[LoadedModel]
+) -> None:
+    numbers = pl.DataFrame({"n": range(6)})
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "adapters": {"x": given["a0"]}}
+    steps = {"merged": {**asked, "merge_adapter": True}, "beside": asked}
+    made = tm.pipeline([tm.step(name, **call) for name, call in steps.items()], model=model, dtype="bfloat16")
+
+    found = made.run(numbers)
+
+    assert len(loads) == 2
+    for name, call in steps.items():
+        single = tm.map(numbers, model=model, dtype="bfloat16", output_column=name, **call)
+        assert found[[name, f"{name}_key"]].equals(single[[name, f"{name}_key"]])
+
+
+@pytest.mark.slow
+def test_given_a_pipeline_with_adapters_when_killed_then_it_goes_on_to_the_same_table(
+    folder: Path, model_folder: Path, given: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENMILL_PLAN__MAX_SHARD_ROWS", "8")
+    monkeypatch.setenv("TOKENMILL_PLAN__FIRST_SEGMENT_ROWS", "32")
+    argv = [str(PROGRAM), str(model_folder), "out", "out.parquet"]
+    process = subprocess.Popen([sys.executable, *argv], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    wait_for(lambda: len(committed(folder)) > 2 or process.poll() is not None)
+    process.kill()
+    process.wait()
+    before = committed(folder)
+    assert 2 < len(before) < 3 * 96 / 8
+
+    for output in ("out", "whole"):
+        monkeypatch.setattr(sys, "argv", [*argv[:2], output, f"{output}.parquet"])
+        runpy.run_path(str(PROGRAM))
+
+    assert before.items() <= committed(folder).items()
+    found, whole = pl.read_parquet("out.parquet"), pl.read_parquet("whole.parquet")
+    kept = [name for name in whole.columns if not name.endswith("_cached_tokens")]
+    assert found.select(kept).equals(whole.select(kept))
+    assert found["base_error"].null_count() == 96
+    manifests = [json.loads(path.read_text()) for path in folder.glob("out/steps/*/manifest.json")]
+    assert [manifest["usage"]["repeated"] for manifest in manifests] == [0, 0, 0]
+
+
+def committed(folder: Path) -> dict[str, str]:
+    """The committed parts of all steps, with the digest of each."""
+    steps = sorted(folder.glob("out/steps/*"))
+    return {f"{step.name}/{part}": digest for step in steps for part, digest in digests(step).items()}

@@ -87,6 +87,18 @@ def test_without_anything_to_do_a_model_stays(
     assert rotation.loaded == "b"
 
 
+def test_a_model_is_loaded_for_a_shard_of_one_of_its_adapters(queue: MemoryQueue, clock: SimulatedClock) -> None:
+    rotation = ModelRotation(["a", "b"], queue, None, clock, switch_after=60.0, adapters={"b": ["b-legal"]})
+    legal = queue_name("b-legal", Tier.BULK)
+    queue.put(legal, ShardTask("job", 7))
+
+    assert rotation.over(idle=True)
+
+    assert rotation.loaded == "b"
+    rotation.begin()
+    assert queue.take([legal], 0) == ShardTask("job", 7)
+
+
 def test_a_model_that_always_has_work_makes_room_after_a_while(
     queue: MemoryQueue, clock: SimulatedClock, rotation: ModelRotation
 ) -> None:

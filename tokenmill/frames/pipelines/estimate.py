@@ -72,7 +72,10 @@ def estimate_steps(frame: Frame, steps: Sequence[tuple[BoundStep, TableJob]]) ->
     lengths: dict[str, int] = {}
     for bound, job in steps:
         rows = DictsFrame(
-            [{**cells, **_assumed(steps, bound, lengths, row)} for row, cells in enumerate(frame.cells(bound.columns))]
+            [
+                {**cells, **_assumed(steps, bound, lengths, row, job.adapters)}
+                for row, cells in enumerate(frame.cells(bound.columns))
+            ]
         )
         rows.columns = bound.call.frame.columns
         estimate = None
@@ -88,14 +91,22 @@ def estimate_steps(frame: Frame, steps: Sequence[tuple[BoundStep, TableJob]]) ->
 
 
 def _assumed(
-    steps: Sequence[tuple[BoundStep, TableJob]], bound: BoundStep, lengths: Mapping[str, int], row: int
+    steps: Sequence[tuple[BoundStep, TableJob]],
+    bound: BoundStep,
+    lengths: Mapping[str, int],
+    row: int,
+    adapters: Sequence[str],
 ) -> dict[str, Any]:
-    """The assumed cells of a row in the columns that a step needs. No two rows have the same answers."""
+    """The assumed cells of a row in the columns that a step needs. No two rows have the same answers, but for names of
+    the step's adapters, which take turns."""
     cells: dict[str, Any] = {}
     for before, _ in steps:
         if before.name in bound.needs:
             cells |= dict.fromkeys(before.new)
             cells[before.name] = AssumedAnswer(f"{row} " + WORD * lengths[before.name])
+    column = bound.step.task.adapter_column
+    if column in cells:
+        cells[column] = adapters[row % len(adapters)]
     return cells
 
 

@@ -184,8 +184,6 @@ class Pipeline:
             name, options = name_and_options(model, given)
             if options.get("replicas", 1) != 1:
                 raise InvalidCall("replicas: must be 1, since one engine computes all steps of a pipeline")
-            if options.get("adapters") or bound.call.task.adapter_column is not None:
-                raise InvalidCall("adapters: pipelines take none; call tokenmill.map for each column that needs one")
             wanted = job_settings(read_settings())
             plan = wanted.plan.model_copy(
                 update={

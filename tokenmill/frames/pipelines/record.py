@@ -101,7 +101,7 @@ def read_pipeline(folder: Path) -> PipelineRecord:
 
 
 def _hash(steps: Sequence[BoundStep], frame: Frame) -> str:
-    used = {name for one in steps for text in one.step.task.texts.values() for name in text.columns}
+    used = {name for one in steps for name in one.step.task.columns}
     used |= {each.condition for one in steps for each in one.filters if isinstance(each.condition, str)}
     digest = hashlib.sha256()
     for line in _lines(frame, [name for name in dict.fromkeys(frame.columns) if name in used]):

@@ -27,11 +27,12 @@ from schemas.jobs.job import Job
 from schemas.jobs.outcome import Counts
 from schemas.models import ModelPin
 from tokenmill.config.job_options import token_counter
+from tokenmill.frames.pipelines.step_models import StepPins, pin_models, plans_by_model
 from tokenmill.local.embedded import TICK_SECONDS, EmbeddedWork, Output, ProgressOf, dispatch_jobs, open_output
 from tokenmill.local.execute import shown
 from tokenmill.local.model_rotation import compute_in_rotation
 from tokenmill.local.progress import StepProgress
-from tokenmill.local.run_job import checked_pin, open_former_answers
+from tokenmill.local.run_job import open_former_answers
 from tokenmill.local.run_plan import LoadAny, RunPlan, check_judging
 from tokenmill.local.tracker import RotationObserver, RunTracker
 from workers.model.loaded_model import LoadedModel
@@ -62,7 +63,7 @@ class OpenSteps:
 
     Attributes:
         ledgers: of the steps, by name.
-        models: the key of each step's model, by name; steps with equal keys are computed in one batch.
+        models: the key of each step's loaded model, by name; steps with equal keys are computed in one batch.
         stopping: set when no more rows are wanted.
     """
 
@@ -94,7 +95,7 @@ def run_steps(folder: Path, steps: Sequence[StepJob], make_sources: MakeSources)
         check_judging(step.plan)
     with shown(steps[0].plan.price_per_hour) as (tracker, stop), ExitStack() as stack:
         tracker.phase("checking the models")
-        pins = _pins(steps)
+        pins = pin_models({step.name: step.plan for step in steps})
         output = stack.enter_context(open_output(folder))
         formers = {
             step.name: stack.enter_context(
@@ -115,7 +116,7 @@ class _StepsRun:
         self,
         output: Output,
         steps: Sequence[StepJob],
-        pins: Mapping[str, ModelPin],
+        pins: StepPins,
         formers: Mapping[str, FormerAnswers],
         tracker: RunTracker,
         stop: threading.Event,
@@ -130,9 +131,7 @@ class _StepsRun:
 
     def _submit(self, step: StepJob) -> Job:
         plan = step.plan
-        order = JobOrder(
-            input=plan.inputs, models=(self._pins[step.name],), settings=plan.settings, tier=plan.tier
-        )  # fmt: skip
+        order = JobOrder(input=plan.inputs, models=self._pins[step.name], settings=plan.settings, tier=plan.tier)
         ledger = self.ledgers[step.name]
         job = submit(order, ledger, self._output.world).job
         manifest = ledger.manifest()
@@ -142,7 +141,7 @@ class _StepsRun:
 
     def run(self, make_sources: MakeSources) -> None:
         """Compute, until all jobs have ended or the run is stopped."""
-        models = {name: pin.base_key for name, pin in self._pins.items()}
+        models = {name: pins[0].base_key for name, pins in self._pins.items()}
         sources = make_sources(OpenSteps(self.ledgers, models, self._stopping))
         ledgers = {self.jobs[name].id: ledger for name, ledger in self.ledgers.items()}
         planning: list[Future[None]] = []
@@ -164,10 +163,10 @@ class _StepsRun:
 
     def _plan(self, step: StepJob, source: RowSource) -> None:
         """Plan the step's job, on a thread of its own. A failure stops the run."""
-        pin, world = self._pins[step.name], self._output.world
+        source_of_model, world = Path(self._pins[step.name][0].source), self._output.world
         try:
             plan_job(
-                self.ledgers[step.name], self.jobs[step.name], world, token_counter(Path(pin.source), step.plan.chat),
+                self.ledgers[step.name], self.jobs[step.name], world, token_counter(source_of_model, step.plan.chat),
                 former=self._formers.get(step.name), source=source,
             )  # fmt: skip
         except PlanningCancelled:
@@ -182,19 +181,20 @@ class _StepsRun:
             if given.finished() or self._stop.is_set():
                 return
             self._output.world.clock.sleep(TICK_SECONDS)
-        by_model = {self._pins[step.name].base_key: step for step in self._steps}
-        wanted = sorted(
-            {pin.key: pin for pin in self._pins.values()}.values(), key=lambda pin: pin != self._pins[first]
-        )
+        by_model = {self._pins[step.name][0].base_key: step for step in self._steps}
+        plans = plans_by_model({step.name: step.plan for step in self._steps}, self._pins)
+        first_key = self._pins[first][0].base_key
+        all_pins = {pin.key: pin for pins in self._pins.values() for pin in pins}
+        wanted = sorted(all_pins.values(), key=lambda pin: pin.base_key != first_key)
         self._tracker.phase("loading the model")
-        loaded = by_model[self._pins[first].base_key]
+        loaded = by_model[first_key]
 
         def load_for_turn(pin: ModelPin, turn: int) -> LoadedModel:
             nonlocal loaded
             if turn:
                 self._tracker.phase(f"loading {pin.name}")
             loaded = by_model[pin.base_key]
-            model = loaded.load(loaded.plan, pin, None)
+            model = loaded.load(plans[pin.base_key], pin, None)
             self._tracker.computing()
             return model
 
@@ -240,16 +240,3 @@ def read_progress(name: str, ledger: JobLedger) -> StepProgress:
 def _of_counts(name: str, counts: Counts, *, is_planned: bool, has_ended: bool = False) -> StepProgress:
     done = counts.total - counts.pending
     return StepProgress(name, counts.total, done, counts.failed, is_planned=is_planned, has_ended=has_ended)
-
-
-def _pins(steps: Sequence[StepJob]) -> dict[str, ModelPin]:
-    """The pin of each step's model; the weights of several steps are read once."""
-    known: list[tuple[object, ModelPin]] = []
-    found = {}
-    for step in steps:
-        plan = step.plan
-        key = plan.models, plan.engine, plan.chat
-        pin = next((pin for old, pin in known if old == key), None) or checked_pin(plan, plan.models[0])
-        known.append((key, pin))
-        found[step.name] = pin
-    return found
