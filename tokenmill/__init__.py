@@ -1,9 +1,21 @@
-"""The command line, and the wiring of services by the settings. No other package imports it.
+"""Answers for the rows of tables, computed by a model in this process or on an installation.
 
-In Python it offers functions over the rows of a table: `map` and `preview` (a prompt), `embed`, `classify` and `score`.
-`pipeline` runs several of them (`step`) and `filter`s at once, and `watch` shows how far it is. `load_model` keeps a
-model loaded for several calls, and `write_dataset` writes such a table as a dataset. They are imported at their first
-use, so that `import tokenmill` takes no time.
+map            a prompt over the rows; typed columns of answers
+preview        the same for the first rows, printed
+embed          a vector of a text of each row
+classify       the most probable label of a text of each row
+score          how well a document fits a query, in each row
+pipeline       several columns at once, made from columns of the table and of each other
+step, filter   a column of a pipeline; which rows go on to the steps behind it
+watch          how far a pipeline is, from another process
+load_model     a model that stays loaded for several calls
+write_dataset  such a table as a dataset of the Hugging Face hub
+
+Each has its arguments and an example in its help, such as `help(tokenmill.map)`. All of them take a pandas or polars
+DataFrame, an Arrow table, a DuckDB relation, a `datasets.Dataset`, a list of dicts, or the path of files.
+
+The package is also the command line (`tokenmill --help`), and the wiring of services by the settings; no other package
+imports it. Functions are imported at their first use, so that `import tokenmill` takes no time.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -31,6 +43,10 @@ __all__ = [
     "classify", "embed", "filter", "load_model", "map", "pipeline", "preview", "score", "step", "watch",
     "write_dataset",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
 
 
 def __getattr__(name: str) -> Any:

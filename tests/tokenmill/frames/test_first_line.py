@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import tokenmill as tm
 from tests.tokenmill.command_processes import ROOT
 
 IMPORTED = "torch is imported here"
@@ -58,6 +59,19 @@ def test_given_a_terminal_when_called_then_the_import_is_announced_before_it_beg
         os.close(master)
 
     assert shown.split("\r\n") == ["importing the engine", IMPORTED, ""]
+
+
+def test_given_the_package_when_looked_at_then_its_functions_are_listed() -> None:
+    assert dir(tm) == sorted(tm.__all__)
+    listed = {word.strip(",") for line in (tm.__doc__ or "").splitlines() for word in line.split()[:2]}
+    assert set(tm.__all__) <= listed
+
+
+@pytest.mark.slow
+def test_given_all_functions_when_they_are_looked_up_then_the_engine_is_not_imported() -> None:
+    program = "import sys, tokenmill as tm; [getattr(tm, name) for name in dir(tm)]; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", program], env=environment, check=False).returncode == 0
 
 
 @pytest.mark.slow

@@ -15,19 +15,22 @@ from pipeline.adapters.folder.store import FolderStore
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.data.frame import Frame
 from tokenmill.frames.data.kinds import open_frame
+from tokenmill.frames.interrupts import interrupts_plainly
 from tokenmill.frames.options import EngineKeywords, check_options
 from tokenmill.frames.pipelines.bound import BoundStep, bind
 from tokenmill.frames.pipelines.record import check_same, read_pipeline, record_of, write_pipeline
-from tokenmill.frames.pipelines.rows import PipelineRows, StepColumns
-from tokenmill.frames.pipelines.step_jobs import STEPS, StepJob, ledger_of, run_steps
+from tokenmill.frames.pipelines.step_ledgers import STEPS, ledger_of
 from tokenmill.frames.pipelines.steps import Filter, Step
 from tokenmill.frames.pipelines.watching import RETRIES, all_runs, read_pipeline_progress
 from tokenmill.frames.resident import Model, ResidentModel, load_in_turn, name_and_options
+from tokenmill.output import announce_imports
 
 if TYPE_CHECKING:
     from schemas.jobs.inputs import InputRef
     from tokenmill.frames.job import TableJob
     from tokenmill.frames.pipelines.estimate import PipelineEstimate
+    from tokenmill.frames.pipelines.rows import PipelineRows, StepColumns
+    from tokenmill.frames.pipelines.step_jobs import StepJob
     from tokenmill.local.progress import StepProgress
     from tokenmill.local.run_plan import LoadAny
 
@@ -88,6 +91,11 @@ class Pipeline:
             if one.model is None and model is None:
                 raise InvalidCall(f"step {one.name!r}: has no model; give it one, or the pipeline")
 
+    def __repr__(self) -> str:
+        model = self._model.name if isinstance(self._model, ResidentModel) else self._model
+        return f"pipeline([{', '.join(map(repr, self._steps))}], model={model!r})"
+
+    @interrupts_plainly
     def run(self, data: Any, *, output_dir: str | os.PathLike[str] | None = None, reuse: Any = None) -> Any:
         """Compute the columns.
 
@@ -109,10 +117,12 @@ class Pipeline:
         Raises:
             As `tokenmill.map`.
         """
+        frame, steps = self._bound(data)
+        announce_imports()
         from tokenmill.frames.folders import job_folder
         from tokenmill.frames.job import explained, how_to_go_on
+        from tokenmill.frames.pipelines.rows import StepColumns
 
-        frame, steps = self._bound(data)
         jobs = [StepColumns(one, self._job(one)) for one in steps]
         if not len(frame):
             return frame.with_columns(_joined([one.nothing() for one in jobs]))
@@ -126,6 +136,7 @@ class Pipeline:
                 raise KeyboardInterrupt(f"stopped: {done} are committed; {how_to_go_on(folder)}")
             return frame.with_columns(_read(jobs, runs[-1], len(frame)))
 
+    @interrupts_plainly
     def retry_failed(self, data: Any, *, output_dir: str | os.PathLike[str]) -> Any:
         """Compute the rows anew that failed in a column, and what depends on them. All other answers are taken from the
         run in `output_dir`, which has ended: their requests are equal. The same call after a kill goes on.
@@ -151,15 +162,21 @@ class Pipeline:
             (folder / RETRIES / f"{len(runs):04d}").mkdir(parents=True)
         return self.run(data, output_dir=output_dir)
 
-    def plan(self, data: Any) -> PipelineEstimate:
-        """An estimate of each step, with nothing computed.
+    def plan(self, data: Any = None) -> PipelineEstimate:
+        """An estimate of each step over a table, with nothing computed.
 
         The texts of steps behind others are not known: each answer is assumed to be a text of the length that its
         step's estimate expects, and every filter to let all rows through.
+
+        Raises:
+            InvalidCall: there is no table, or it can't be used.
         """
+        if data is None:
+            raise InvalidCall("data: is missing; an estimate is of a table: plan(data), with the data of run(data)")
+        frame, steps = self._bound(data)
+        announce_imports()
         from tokenmill.frames.pipelines.estimate import estimate_steps
 
-        frame, steps = self._bound(data)
         return estimate_steps(frame, [(one, self._job(one)) for one in steps])
 
     def _bound(self, data: Any) -> tuple[Frame, tuple[BoundStep, ...]]:
@@ -199,6 +216,9 @@ class Pipeline:
         self, frame: Frame, steps: Sequence[StepColumns], folder: Path, former: Path | None
     ) -> tuple[StepProgress, ...]:
         """Run the steps in this folder. `former`: the folder of a run whose answers are taken."""
+        from tokenmill.frames.pipelines.rows import PipelineRows
+        from tokenmill.frames.pipelines.step_jobs import run_steps
+
         bound = [one.bound for one in steps]
         with FolderStore(folder) as store:
             inputs = write_pipeline(record_of(bound, frame), store, folder)
@@ -217,6 +237,7 @@ class Pipeline:
         self, one: StepColumns, rows: PipelineRows, inputs: InputRef, folder: Path, former: Path | None,
         loads: Mapping[Model, LoadAny | None],
     ) -> StepJob:  # fmt: skip
+        from tokenmill.frames.pipelines.step_jobs import StepJob
         from tokenmill.local.run_plan import load_model
 
         bound = one.bound

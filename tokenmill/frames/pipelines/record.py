@@ -17,7 +17,7 @@ from schemas.jobs.inputs import InputFile, InputFormat, InputRef
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.data.frame import Frame
 from tokenmill.frames.pipelines.bound import BoundStep
-from tokenmill.frames.pipelines.step_jobs import STEPS
+from tokenmill.frames.pipelines.step_ledgers import STEPS
 from tokenmill.frames.records import MAX_RECORD_BYTES, CallRecord, write_record
 
 RECORD: Final = "pipeline.json"

@@ -14,19 +14,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 from pipeline.jobs.planning import PlanningCancelled, plan_job
 from pipeline.jobs.submit import JobOrder, submit
-from pipeline.jobs.summaries import summarize_job
 from pipeline.ledger.ledger import JobLedger
 from pipeline.planner import FormerAnswers, RowSource
-from pipeline.ports import ObjectStore
 from pipeline.results.verification import check_files
 from schemas.jobs.job import Job
-from schemas.jobs.outcome import Counts
 from schemas.models import ModelPin
 from tokenmill.config.job_options import token_counter
+from tokenmill.frames.pipelines.step_ledgers import ledger_of, progress_of, read_progress
 from tokenmill.frames.pipelines.step_models import StepPins, pin_models, plans_by_model
 from tokenmill.local.embedded import TICK_SECONDS, EmbeddedWork, Output, ProgressOf, dispatch_jobs, open_output
 from tokenmill.local.execute import shown
@@ -36,9 +33,6 @@ from tokenmill.local.run_job import open_former_answers
 from tokenmill.local.run_plan import LoadAny, RunPlan, check_judging
 from tokenmill.local.tracker import RotationObserver, RunTracker
 from workers.model.loaded_model import LoadedModel
-
-STEPS: Final = "steps/"
-"""Prefix of the steps' jobs in the pipeline's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +69,6 @@ class OpenSteps:
 MakeSources = Callable[[OpenSteps], Mapping[str, RowSource]]
 """Makes the source of each step's rows. A source waits until the inputs of a segment are committed; it raises
 `PlanningCancelled` once the steps are stopping."""
-
-
-def ledger_of(store: ObjectStore, name: str) -> JobLedger:
-    """The ledger of a step in the store of its pipeline."""
-    return JobLedger(store, f"{STEPS}{name}/")
 
 
 def run_steps(folder: Path, steps: Sequence[StepJob], make_sources: MakeSources) -> tuple[StepProgress, ...]:
@@ -226,17 +215,5 @@ class _StepsRun:
             if progress is None:
                 found.append(read_progress(step.name, self.ledgers[step.name]))
             else:
-                found.append(_of_counts(step.name, progress.counts, is_planned=progress.tokens_left is not None))
+                found.append(progress_of(step.name, progress.counts, is_planned=progress.tokens_left is not None))
         return tuple(found)
-
-
-def read_progress(name: str, ledger: JobLedger) -> StepProgress:
-    """How far a step is, by its ledger. Raises `JobNotFound`."""
-    summary = summarize_job(ledger)
-    is_planned = summary.manifest is not None or ledger.planned_parts() is not None
-    return _of_counts(name, summary.counts or Counts(), is_planned=is_planned, has_ended=summary.manifest is not None)
-
-
-def _of_counts(name: str, counts: Counts, *, is_planned: bool, has_ended: bool = False) -> StepProgress:
-    done = counts.total - counts.pending
-    return StepProgress(name, counts.total, done, counts.failed, is_planned=is_planned, has_ended=has_ended)

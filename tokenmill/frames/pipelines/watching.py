@@ -12,7 +12,7 @@ from pipeline.adapters.folder.locks import is_locked
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.ledger.ledger import JobNotFound
 from tokenmill.frames.pipelines.record import read_pipeline
-from tokenmill.frames.pipelines.step_jobs import ledger_of, read_progress
+from tokenmill.frames.pipelines.step_ledgers import ledger_of, read_progress
 from tokenmill.local.progress import RunSnapshot, StepProgress
 
 RETRIES: Final = "retries"
