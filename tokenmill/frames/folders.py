@@ -35,6 +35,8 @@ def job_folder(given: Path | None, is_left: Callable[[BaseException], bool] = _i
         yield folder
     except BaseException as error:
         needed = is_left(error)
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note("This folder is a temporary one; with output_dir a call leaves one that lasts.")
         raise
     finally:
         if not needed:

@@ -272,8 +272,8 @@ def explained(folder: Path) -> Iterator[None]:
     can't be used; `KeyboardInterrupt` with how to go on."""
     try:
         yield
-    except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(f"stopped at once; {how_to_go_on(folder)}") from error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"stopped at once; {how_to_go_on(folder)}") from None
     except DifferentJob as error:
         changed = "; ".join(f"{name} was {old}, now {new}" for name, old, new in error.differences)
         raise InvalidCall(

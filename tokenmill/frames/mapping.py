@@ -12,6 +12,7 @@ from tokenmill.errors import InvalidCall
 from tokenmill.frames.calls import TableCall, run_call
 from tokenmill.frames.clusters.blocks import runs_where_data_lies
 from tokenmill.frames.data.kinds import open_frame
+from tokenmill.frames.interrupts import interrupts_plainly
 from tokenmill.frames.options import MapKeywords, MapOptions, split_options
 from tokenmill.frames.resident import Model
 from tokenmill.frames.tasks.chat import chat_task
@@ -122,6 +123,7 @@ def map_rows(
     )  # fmt: skip
 
 
+@interrupts_plainly
 def preview(
     data: Any,
     *,
@@ -136,7 +138,8 @@ def preview(
     rows: int = 5,
     **options: Unpack[MapOptions],
 ) -> None:
-    """Answer the first rows, and print each one's prompt, answer and new columns. The arguments are those of `map`.
+    """Answer the first rows, and print each one's prompt, and its answer or why it failed. The arguments are those of
+    `map`.
 
     Example:
         >>> tm.preview(frame, prompt="Is this review good? {{ review }}", model="demo", rows=2)  # doctest: +SKIP
@@ -154,5 +157,8 @@ def preview(
         console.print(Text(f"row {row}", style="bold"))
         for message in request["messages"]:
             console.print(Text(f"  {message['role']}: {message['content']}"))
-        for name, value in answers.items():
-            console.print(Text(f"  {name}: {value}"))
+        error, tries = answers[f"{output_column}_error"], answers[f"{output_column}_tries"] or 1
+        is_cut_off = error is None and answers[f"{output_column}_finish_reason"] == "length"
+        notes = [*(["cut off by max_tokens"] if is_cut_off else []), *([f"asked {tries} times"] if tries > 1 else [])]
+        said = f"{output_column}: {answers[output_column]}" if error is None else f"{output_column}_error: {error}"
+        console.print(Text(f"  {said}" + (f" ({', '.join(notes)})" if notes else "")))

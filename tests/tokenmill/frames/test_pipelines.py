@@ -175,11 +175,16 @@ def test_given_wrong_arguments_when_made_or_run_then_the_message_names_the_step(
     ]
     runs: list[tuple[list[Any], str]] = [
         ([tm.step("a", prompt="{{ itm }}")], "step 'a': prompt: the data has no column 'itm'; did you mean 'item'"),
-        ([tm.step("a", prompt="{{ answer }}"), answer], "step 'a': prompt: the data has no column 'answer'"),
+        (
+            [tm.step("a", prompt="{{ answer }}"), answer],
+            "step 'a': .* no column 'answer'.* which comes later, makes",
+        ),
+        ([tm.filter("answer_tries"), answer], "filter: .* The step 'answer', which comes later, makes 'answer_tries'"),
         ([tm.step("item", prompt="{{ id }}")], "step 'item': output_column: the data has a column 'item' already"),
         ([tm.filter("good"), answer], "filter: there is no one column 'good'"),
         ([tm.step("v", tm.embed, column="item")], "step 'v': model: .* makes no embeddings"),
     ]
+    cases.append((lambda: tm.pipeline([answer], model=model).plan(), "data: is missing.*plan\\(data\\)"))
     for steps, message in runs:
         made = tm.pipeline(steps, model=model)
         cases.append((lambda made=made: made.run(FRAME, output_dir=folder / "out"), message))

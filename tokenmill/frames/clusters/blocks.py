@@ -16,6 +16,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 import pyarrow as pa
 
 from tokenmill.errors import InvalidCall
+from tokenmill.frames.interrupts import interrupts_plainly
 from tokenmill.frames.options import engine_names
 from tokenmill.frames.resident import ResidentModel, load_model
 
@@ -31,6 +32,7 @@ Call = Callable[..., Any]
 def runs_where_data_lies(function: Callable[P, R]) -> Callable[P, R]:
     """A call that runs in a cluster's processes if its first argument lies there, and else in this process."""
 
+    @interrupts_plainly
     @functools.wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> R:
         run = _cluster_of(args[0]) if args else None

@@ -49,20 +49,32 @@ def bind(steps: Sequence[Step | Filter], frame: Frame) -> tuple[BoundStep, ...]:
     """The steps over a table's columns. Raises `InvalidCall`, with the step's name."""
     bound: list[BoundStep] = []
     filters: tuple[Filter, ...] = ()
-    for one in steps:
+    for number, one in enumerate(steps):
         known = (*frame.columns, *(name for before in bound for name in before.new))
         if isinstance(one, Filter):
             if isinstance(one.condition, str) and list(known).count(one.condition) != 1:
+                later = _made_later([one.condition], known, steps[number + 1 :])
                 raise InvalidCall(
-                    f"filter: there is no one column {one.condition!r}; there are: {', '.join(known[:20])}"
+                    f"filter: there is no one column {one.condition!r}; there are: {', '.join(known[:20])}{later}"
                 )
             filters = (*filters, one)
         else:
             try:
                 bound.append(_bind(one, frame, bound, known, filters))
             except InvalidCall as error:
-                raise InvalidCall(f"step {one.name!r}: {error}") from error
+                later = _made_later(one.task.columns, known, steps[number + 1 :])
+                raise InvalidCall(f"step {one.name!r}: {error}{later}") from error
     return tuple(bound)
+
+
+def _made_later(used: Iterable[str], known: Sequence[str], behind: Sequence[Step | Filter]) -> str:
+    """The end of an error about columns, if one that is not there is made by a step behind."""
+    steps = [step for step in behind if isinstance(step, Step)]
+    for column in used:
+        for step in steps:
+            if column not in known and column in {step.name + suffix for suffix in step.task.suffixes}:
+                return f". The step {step.name!r}, which comes later, makes {column!r}: put it before"
+    return ""
 
 
 def _bind(

@@ -25,7 +25,7 @@ _OF_PIPELINE: Final = ("data", "output_column", "output_dir", "reuse", "dry_run"
 """Arguments of calls over tables that the pipeline has, or the step's name."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Step:
     """A column that a call makes.
 
@@ -39,8 +39,11 @@ class Step:
     model: Model | None
     engine: Mapping[str, Any]
 
+    def __repr__(self) -> str:
+        return f"step({self.name!r})"
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Filter:
     """Which rows go on to the steps behind it.
 
@@ -50,6 +53,9 @@ class Filter:
 
     condition: str | Condition
     name: str
+
+    def __repr__(self) -> str:
+        return f"filter({self.condition!r})" if isinstance(self.condition, str) else f"filter({self.name})"
 
 
 def step(column: str, function: Callable[..., Any] = map_rows, /, **arguments: Any) -> Step:
