@@ -125,13 +125,14 @@ class Validator:
     ) -> None:
         self._settings = job.settings
         self._max_model_len = max_model_len
-        self._virtual = {virtual.name for virtual in job.settings.virtual_models or ()}
+        virtual = [one.name for one in job.settings.virtual_models or ()]
+        self._virtual = set(virtual)
         self._routing = routing
         self._adds_logprobs = job.settings.cascade is not None and job.settings.cascade.needs_logprobs
         self._models = job.models
         models = [model.name for model in job.models]
         only = job.settings.model
-        self._names = [*models, *self._virtual] if only is None else [only]
+        self._names = [*models, *virtual] if only is None else list(dict.fromkeys((only, *virtual)))
         self._defaults = {model.name: model.sampling_defaults for model in job.models}
         self._contexts = {model.name: _context(model, job.settings) for model in job.models}
         self._seen = seen

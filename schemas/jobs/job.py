@@ -53,8 +53,8 @@ class JobSettings(StoredModel):
         url: of all requests; a request with another is invalid. None: each request has its own.
         content_policies: the fingerprint of the job's own policies, as `run` sets them; None: it has none. In a root
             the workers' settings decide.
-        model: of requests that name none, and the only name that requests may use; None: the names of the pinned and
-            the virtual models, and the pinned one if there is only one.
+        model: of requests that name none; others may name it or a virtual model. None: the pinned one if there is only
+            one, and others may name a pinned or a virtual model.
         virtual_models: names that requests may use besides those of the pinned models, with their rules; the rules'
             models are pinned. None: there are none.
         cascade: of which the job is a step. None: of none.

@@ -161,8 +161,6 @@ def run(
         )
     if prompt is not None and then is not None:
         raise typer.BadParameter("takes no cascade (--then)", param_hint="--prompt")
-    if adapter and then is not None:
-        raise typer.BadParameter("takes no cascade (--then)", param_hint="--adapter")
     if max_tries is not None and then is not None:
         raise typer.BadParameter("is not for cascades: --accept judges their answers", param_hint="--max-tries")
     if dry_run and chat_template is not None:
@@ -246,9 +244,11 @@ def _cascade(
         raise UserError("--reuse is of one job's answers; a cascade has several jobs. Run its models one by one")
     accepted = read_acceptance(accept, agreement, sample_rows)
     later = choose_engines(job_options.choose_models(then, read_settings().model_cache), engine)
+    adapters = [name for name, _ in engine.adapters]
     names = [model.name for model in (*first.models, *later)]
-    if len(first.models) > 1 or len(set(names)) < len(names):
-        raise UserError(f"--then: the models {', '.join(names)} must be one first model and others with other names")
+    if len(first.models) > 1 or len({*names, *adapters}) < len(names) + len(adapters):
+        named = ", ".join([*names, *adapters])
+        raise UserError(f"--then: the models {named} must be one first model and others with other names")
     try:
         CascadeSettings(models=tuple(model.name for model in later), accept=accepted)
     except ValidationError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -109,6 +109,11 @@ class EngineOptions:
             speculation=self._speculation(),
             lora=LoraConfig(self.adapters, self.max_loras, merge=self.merge_adapter),
         )
+
+    @property
+    def without_adapters(self) -> EngineOptions:
+        """The same for the model alone."""
+        return replace(self, adapters=(), max_loras=LoraConfig().max_loras, merge_adapter=False)
 
     @property
     def num_ranks(self) -> int:

@@ -49,7 +49,7 @@ class CascadePlan:
     """A cascade.
 
     Attributes:
-        first: the run of the first model, in the cascade's folder.
+        first: the run of the first model and its adapters, in the cascade's folder.
         later: the models of further steps.
         accept: which answers are final.
     """
@@ -62,6 +62,14 @@ class CascadePlan:
     def folder(self) -> Path:
         """The folder of later steps, of the outcome and of the merged results."""
         return self.first.output / FOLDER
+
+    @property
+    def requested(self) -> tuple[str, ...]:
+        """The names that requests may have: of the first model, unless an adapter is merged into it, and of its
+        adapters."""
+        engine = self.first.engine
+        adapters = tuple(name for name, _ in engine.adapters)
+        return adapters if engine.merge_adapter else (self.first.models[0].name, *adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +132,10 @@ class _CascadeRun:
         names = tuple(model.name for model in plan.later)
         cascade = CascadeSettings(models=names, accept=accept)
         settings = plan.first.settings.model_copy(update={"cascade": cascade})
-        only = plan.first.models[0].name
         self._complete(
-            replace(plan.first, settings=settings), only, self._check, wants_texts=accept.agreement is not None
-        )
+            replace(plan.first, settings=settings), plan.requested[0], self._check,
+            wants_texts=accept.agreement is not None,
+        )  # fmt: skip
         self._discard_others(self._steps[0].manifest.job)
         threshold = None
         if accept.agreement is not None:
@@ -180,14 +188,15 @@ class _CascadeRun:
     def _follow_up(
         self, number: int, model: ChosenModel, rows: list[int], check: Check, *, wants_texts: bool = False
     ) -> StepAnswers:
-        """Run a further step: requests keep the first model's name, for which this one stands."""
+        """Run a further step: requests keep the names of the first model and its adapters, for which this model
+        stands."""
         first, names = self._plan.first, [one.name for one in self._plan.later]
-        requested = first.models[0].name
+        requested = self._plan.requested
         settings = first.settings.model_copy(
             update={
                 "rows": selection_of(rows),
-                "model": requested,
-                "virtual_models": (VirtualModel(name=requested, rules=(Rule(model=model.name),)),),
+                "model": requested[0],
+                "virtual_models": tuple(VirtualModel(name=one, rules=(Rule(model=model.name),)) for one in requested),
                 "cascade": CascadeSettings(
                     models=tuple(names[names.index(model.name) + 1 :]), accept=self._plan.accept
                 ),
@@ -195,7 +204,7 @@ class _CascadeRun:
         )
         step = replace(
             first, models=(model,), output=self._plan.folder / str(number), settings=settings, fresh=False,
-            retry_of=self._steps[0].manifest.job,
+            retry_of=self._steps[0].manifest.job, engine=first.engine.without_adapters,
         )  # fmt: skip
         step.output.parent.mkdir(exist_ok=True)
         return self._complete(step, model.name, check, wants_texts=wants_texts)

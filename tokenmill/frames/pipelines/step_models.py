@@ -25,7 +25,7 @@ def pin_models(plans: Mapping[str, RunPlan]) -> StepPins:
     known: list[tuple[object, ModelPin]] = []  # keys have parts without a hash
     found = {}
     for name, plan in plans.items():
-        key = plan.models, replace(plan.engine, adapters=(), max_loras=0, merge_adapter=False), plan.chat
+        key = plan.models, plan.engine.without_adapters, plan.chat
         pin = next((pin for old, pin in known if old == key), None) or checked_pin(plan, plan.models[0])
         known.append((key, pin))
         found[name] = with_adapters([pin], plan.engine.config())

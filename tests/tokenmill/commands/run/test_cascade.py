@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoModelForCausalLM
 
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.ledger.ledger import JobLedger
@@ -113,6 +117,46 @@ def test_rows_that_are_not_accepted_get_the_next_models_answer(
     # Other checks are another cascade
     accept.write_text("max_chars = 3\n")
     assert "settings.cascade.accept" in tokenmill(*command).error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("tiny", "a0", "a1"), ("a0",)], ids=["beside", "merged"])
+def test_rows_of_the_first_models_adapters_go_on_to_the_next_model_alone(
+    tokenmill: Any, folder: Path, model_folder: Path, large: Path, adapters: ModuleType, chat: Any,
+    write_lines: Callable[..., Path], names: tuple[str, ...],
+) -> None:  # fmt: skip
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    given = [name for name in names if name != "tiny"]
+    options = [part for name in given for part in ("--adapter", f"{name}={name}")]
+    for seed, name in enumerate(given):
+        adapters.make_adapter(base, folder / name, seed)
+    if "tiny" not in names:
+        options.append("--merge-adapter")
+    lines = {name: [chat(f"{name}-{n}", f"number {n}", model=name) for n in range(8)] for name in names}
+    path = write_lines(*chain(*lines.values()), chat("other", model="a9"))
+    (folder / "accept.toml").write_text('pattern = "[aeo]"\n')
+    command = ("run", path, "--model", f"tiny={model_folder}", *options, "--accept", "accept.toml", *ENGINE)
+
+    done = tokenmill(*command, "--then", f"large={large}", "--output", "out")
+
+    assert done.code == 0, done.err
+    first, merged = read(folder / "out" / "results"), read(folder / "out" / "cascade" / "merged.parquet")
+    alone = write_lines(*(chat(f"{n}", f"number {n}", model="large") for n in range(8)), name="alone.jsonl")
+    assert tokenmill("run", alone, "--model", f"large={large}", "--output", "alone", *ENGINE).code == 0
+    by_large = read(folder / "alone" / "results")
+    for name in names:
+        texts = [first[f"{name}-{n}"]["text"] for n in range(8)]
+        wanted = [
+            (name, name, text) if re.search("[aeo]", text) else (name, "large", by_large[f"{n}"]["text"])
+            for n, text in enumerate(texts)
+        ]
+        rows = [merged[f"{name}-{n}"] for n in range(8)]
+        assert [(row["model"], row["served_by"], row["text"]) for row in rows] == wanted
+        assert {served_by for _, served_by, _ in wanted} == {name, "large"}
+    assert len({tuple(first[f"{name}-{n}"]["text"] for n in range(8)) for name in names}) == len(names)
+    assert f"({', '.join(names)})" in merged["other"]["error_message"]
+    clash = tokenmill(*command, "--then", f"a0={large}", "--output", "other").error
+    assert "must be one first model and others with other names" in clash
 
 
 @pytest.mark.slow
