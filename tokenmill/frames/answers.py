@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, Final, Literal
 
 import orjson
 import pyarrow as pa
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
 
 from tokenmill.errors import InvalidCall
+from tokenmill.frames.answer_schemas import ANNOTATIONS, check_is_schema
 
 MAX_REFERENCES: Final = 32
 """From a schema to another in a row."""
 
-ANNOTATIONS: Final = frozenset({"$schema", "$id", "$comment", "title", "description", "default", "examples"})
-"""Keywords of a schema that constrain nothing."""
-
-Output = type[str] | type[BaseModel] | Mapping[str, Any]
-"""The given form; `Literal[...]` too, which has no type of its own."""
+INTEGER: Final = {"type": "integer", "minimum": -(10**15), "maximum": 10**15}
+"""The form of `int`: without bounds small models may write digits without end."""
 
 _Convert = Callable[[Any], Any]
 
@@ -38,10 +38,10 @@ class AnswerForm:
         type: of the column.
         parse: makes a value of the column from an answer's text. Raises `ValueError`, and what validators of a pydantic
             model raise.
-        load: makes what a function that judges answers gets: of a pydantic model its instance, of a schema the parsed
-            JSON. Raises likewise.
+        load: makes what a function that judges answers gets: a value of the type, such as a pydantic model's instance;
+            of a schema the parsed JSON. Raises likewise.
         is_text: whether any text is an answer, also one that was cut off.
-        model: the name of the pydantic model, whose validators judge answers; None: there is none.
+        model: the name of the pydantic model or another type, whose validators judge answers; None: there is none.
     """
 
     body: Mapping[str, Any]
@@ -61,20 +61,33 @@ class AnswerForm:
 
 
 def answer_form(output: Any) -> AnswerForm:
-    """The form that `output` stands for: `str`, `Literal[...]`, a pydantic model, or a JSON schema. Raises
+    """The form that `output` stands for: a type of which pydantic makes a JSON schema, or such a schema. Raises
     `InvalidCall`."""
     if output is str:
         return AnswerForm({}, pa.string(), str, str, is_text=True)
     if typing.get_origin(output) is Literal:
         return _choices(typing.get_args(output))
-    if isinstance(output, type) and issubclass(output, BaseModel):
-        return _of_model(output)
     if isinstance(output, dict):
-        if (texts := _enum_of_texts(output)) is not None:
-            return _choices(texts)
-        kind, convert = _typed(output, output)
-        return AnswerForm(_request(output), kind, lambda text: convert(_load(text)), _load)
-    raise InvalidCall("output: must be str, Literal[...], a pydantic model, or a JSON schema as a dict")
+        return _of_schema(output)
+    if isinstance(output, list | tuple | set | frozenset) and output and all(isinstance(one, str) for one in output):
+        values = ", ".join(f'"{one}"' for one in output)
+        raise InvalidCall(f"output: texts to choose from are a type: Literal[{values}], with typing's Literal")
+    if isinstance(output, type) and issubclass(output, Enum) and (form := _of_enum(output)) is not None:
+        return form
+    if isinstance(output, type) or typing.get_origin(output) is not None:
+        return _of_type(output)
+    raise InvalidCall(
+        f"output: must be a type (str, bool, int, float, Literal[...], list[str], a pydantic model and so on) or a "
+        f"JSON schema as a dict, not {str(output)[:50]!r}"
+    )
+
+
+def _of_schema(schema: dict[str, Any]) -> AnswerForm:
+    check_is_schema(schema)
+    if (texts := _enum_of_texts(schema)) is not None:
+        return _choices(texts)
+    kind, convert = _typed(schema, schema)
+    return AnswerForm(_request(schema), kind, lambda text: convert(_load(text)), _load)
 
 
 def _enum_of_texts(schema: Mapping[str, Any]) -> tuple[str, ...] | None:
@@ -107,19 +120,39 @@ def _choices(values: tuple[Any, ...]) -> AnswerForm:
     return AnswerForm(body, types[kind], parse, parse, categories=tuple(by_text) if is_enum else ())
 
 
-def _of_model(model: type[BaseModel]) -> AnswerForm:
-    kind, convert = _typed(schema := model.model_json_schema(mode="serialization"), schema)
+def _of_enum(kind: type[Enum]) -> AnswerForm | None:
+    """The form of `Literal` of an enum's values; None: they are not all texts, or all whole numbers."""
+    members = {one.value: one for one in kind}
+    kinds = {type(value) for value in members}
+    if kinds not in ({str}, {int}) or "" in members:
+        return None
+    form = _choices(tuple(members))
+    return replace(form, load=lambda text: members[form.parse(text)])
 
-    def load(text: str) -> BaseModel:
+
+def _of_type(output: Any) -> AnswerForm:
+    """The form of a type, by pydantic."""
+    name = getattr(output, "__qualname__", str(output))
+    try:
+        adapter = TypeAdapter(output)
+        asked, shown = (adapter.json_schema(mode=mode) for mode in ("validation", "serialization"))
+    except (PydanticUserError, NameError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidCall(f"output: pydantic makes no JSON schema of {name}: {reason}") from error
+    if output in (bool, int, float):
+        return _of_schema(INTEGER if output is int else asked)
+    kind, convert = _typed(shown, shown)
+
+    def load(text: str) -> Any:
         try:
-            return model.model_validate_json(text)
+            return adapter.validate_json(text)
         except ValidationError as error:
             raise ValueError(first_error(error)) from error
 
     def parse(text: str) -> Any:
-        return convert(load(text).model_dump(mode="json", by_alias=True))
+        return convert(adapter.dump_python(load(text), mode="json", by_alias=True))
 
-    return AnswerForm(_request(model.model_json_schema()), kind, parse, load, model=model.__qualname__)
+    return AnswerForm(_request(asked), kind, parse, load, model=name)
 
 
 def first_error(error: ValidationError) -> str:

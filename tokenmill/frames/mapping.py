@@ -9,11 +9,12 @@ import pyarrow as pa
 from rich.text import Text
 
 from tokenmill.errors import InvalidCall
+from tokenmill.frames.arguments import checks_arguments
 from tokenmill.frames.calls import TableCall, run_call
 from tokenmill.frames.clusters.blocks import runs_where_data_lies
 from tokenmill.frames.data.kinds import open_frame
 from tokenmill.frames.interrupts import interrupts_plainly
-from tokenmill.frames.options import MapKeywords, MapOptions, split_options
+from tokenmill.frames.options import MapKeywords, MapOptions, PreviewKeywords, split_options
 from tokenmill.frames.resident import Model
 from tokenmill.frames.tasks.chat import chat_task
 from tokenmill.frames.tasks.validation import Validate
@@ -27,18 +28,20 @@ Dicts = list[dict[str, Any]]
 
 
 @overload
-def map_rows(data: Any, *, dry_run: Literal[True], **given: Unpack[MapKeywords]) -> TableEstimate: ...
+def map_rows(data: Any, prompt: str, *, dry_run: Literal[True], **given: Unpack[MapKeywords]) -> TableEstimate: ...
 @overload
-def map_rows(data: Files, *, dry_run: Literal[False] = ..., **given: Unpack[MapKeywords]) -> pa.Table: ...
+def map_rows(data: Files, prompt: str, *, dry_run: Literal[False] = ..., **given: Unpack[MapKeywords]) -> pa.Table: ...
 @overload
-def map_rows(data: list[dict[str, DataT]], *, dry_run: Literal[False] = ..., **given: Unpack[MapKeywords]) -> Dicts: ...
+def map_rows(
+    data: list[dict[str, DataT]], prompt: str, *, dry_run: Literal[False] = ..., **given: Unpack[MapKeywords]
+) -> Dicts: ...
 @overload
-def map_rows(data: DataT, *, dry_run: Literal[False] = ..., **given: Unpack[MapKeywords]) -> DataT: ...
+def map_rows(data: DataT, prompt: str, *, dry_run: Literal[False] = ..., **given: Unpack[MapKeywords]) -> DataT: ...
 @runs_where_data_lies
 def map_rows(
     data: Any,
-    *,
     prompt: str,
+    *,
     model: Model,
     output: Any = str,
     system: str | None = None,
@@ -62,8 +65,9 @@ def map_rows(
         model: a folder, a GGUF file, a hub name or `"demo"`, as `tokenmill run --model` takes it, which is loaded for
             this call; one that stays loaded (`load_model`); or the name that an installation has for its own. It needs
             a chat template.
-        output: the form of the answers: `str`, `Literal["yes", "no"]`, a pydantic model, or a JSON schema as a dict.
-            It is enforced while the model writes.
+        output: the form of the answers: `str`, `Literal["yes", "no"]`, an `Enum`, `bool`, `int`, `float`, `list[str]`,
+            a pydantic model, a dataclass, a `TypedDict`, another type that pydantic has a JSON schema for, or such a
+            schema as a dict. It is enforced while the model writes.
         system: the system message, a template likewise.
         output_column: the answers' column, and the beginning of the other new columns' names.
         output_dir: the job's folder. The same call after a kill goes on there, and computes no committed row again; on
@@ -115,7 +119,7 @@ def map_rows(
         >>> tm.map(frame, prompt="Is this review good or bad? {{ review }}", model="demo",
         ...        output=Literal["good", "bad"], temperature=0)  # doctest: +SKIP
     """
-    sampling, run = split_options(options)
+    sampling, run = split_options(options, MapKeywords)
     task = chat_task(prompt, system, output, sampling, validate, max_tries, adapter_column)
     return run_call(
         data, task, model, output_column=output_column, output_dir=output_dir, reuse=reuse, dry_run=dry_run,
@@ -124,10 +128,11 @@ def map_rows(
 
 
 @interrupts_plainly
+@checks_arguments
 def preview(
     data: Any,
-    *,
     prompt: str,
+    *,
     model: Model,
     output: Any = str,
     system: str | None = None,
@@ -148,7 +153,7 @@ def preview(
 
     if rows < 1:
         raise InvalidCall(f"rows: is {rows}, but must be at least 1")
-    sampling, run = split_options(options)
+    sampling, run = split_options(options, PreviewKeywords)
     task = chat_task(prompt, system, output, sampling, validate, max_tries, adapter_column)
     call = TableCall(open_frame(data).slice(0, rows), task, output_column)
     added = call.compute(model, None, run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Required, TypedDict, get_type_hints
+from typing import Annotated, Any, Final, Literal, Required, TypedDict, get_type_hints
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -100,9 +100,8 @@ class TableKeywords(RunKeywords, total=False):
 
 
 class MapKeywords(TableKeywords, Sampling, total=False):
-    """Those of `tokenmill.map`."""
+    """Those of `tokenmill.map`, but for the prompt."""
 
-    prompt: Required[str]
     output: Any
     system: str | None
     validate: Validate | None
@@ -150,13 +149,43 @@ class MapOptions(Sampling, RunKeywords, total=False):
     """The keywords that `tokenmill.map` passes on."""
 
 
-def split_options(given: Mapping[str, Any], kinds: type = RunKeywords) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The sampling parameters, whose values the job checks, and the others, checked. `kinds`: those that the call has.
-    Raises `InvalidCall`."""
+class PreviewKeywords(Sampling, RunKeywords, total=False):
+    """Those of `tokenmill.preview`, but for the prompt."""
+
+    model: Required[Model]
+    output: Any
+    system: str | None
+    output_column: str
+    validate: Validate | None
+    max_tries: int | None
+    adapter_column: str | None
+    rows: int
+
+
+GROUPS: Final[Mapping[str, type]] = {
+    "sampling parameters": Sampling,
+    "options of the engine": EngineKeywords,
+    "an installation and its jobs": InstallationKeywords,
+}
+"""The keywords that calls pass on."""
+
+ELSEWHERE: Final[Mapping[str, str]] = {
+    "response_format": "output", "response_model": "output", "schema": "output", "guided_json": "output",
+    "guided_choice": "output", "messages": "prompt", "system_prompt": "system", "max_new_tokens": "max_tokens",
+    "prompt": "text",
+}  # fmt: skip
+"""Names that other calls and libraries have for keywords of these."""
+
+
+def split_options(given: Mapping[str, Any], call: type) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The sampling parameters, whose values the job checks, and the others, checked. `call`: the keywords that the call
+    has. Raises `InvalidCall`."""
+    checked = check_options(given, call)
     sampling = get_type_hints(Sampling)
-    chosen = {name: value for name, value in given.items() if name in sampling}
-    rest = {name: value for name, value in given.items() if name not in sampling}
-    return chosen, check_options(rest, tuple(sampling), kinds)
+    return (
+        {name: value for name, value in checked.items() if name in sampling},
+        {name: value for name, value in checked.items() if name not in sampling},
+    )
 
 
 def engine_names() -> frozenset[str]:
@@ -164,16 +193,31 @@ def engine_names() -> frozenset[str]:
     return frozenset(get_type_hints(EngineKeywords))
 
 
-def check_options(given: Mapping[str, Any], others: Sequence[str] = (), kinds: type = RunKeywords) -> dict[str, Any]:
-    """The options, checked. `others`: keywords that the call has besides, for the message. Raises `InvalidCall`."""
-    options = get_type_hints(kinds, include_extras=True)
-    known = dict.fromkeys([*others, *options])
+def check_options(given: Mapping[str, Any], call: type) -> dict[str, Any]:
+    """The options, checked, but for the values of sampling parameters. `call`: the keywords that the call has. Raises
+    `InvalidCall`."""
+    known = get_type_hints(call)
+    options = get_type_hints(RunKeywords, include_extras=True)
     for name, value in given.items():
-        if name not in options:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise InvalidCall(f"{name}: is no parameter; " + (f"did you mean {near[0]}?" if near else ", ".join(known)))
-        _check(name, value, options[name])
+        if name not in known:
+            raise InvalidCall(_refusal(name, call))
+        if name in options:
+            _check(name, value, options[name])
     return dict(given)
+
+
+def _refusal(name: str, call: type) -> str:
+    """The message about a keyword that the call doesn't have."""
+    known = get_type_hints(call)
+    meant = ELSEWHERE.get(name)
+    near = [meant] if meant in known else difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"{name}: is no parameter; did you mean {near[0]}?"
+    parts = {group: [one for one in get_type_hints(kind) if one in known] for group, kind in GROUPS.items()}
+    passed_on = {one for names in parts.values() for one in names}
+    groups = {"of the call": [one for one in known if one not in passed_on], **parts}
+    listed = "; ".join(f"{group}: {', '.join(names)}" for group, names in groups.items() if names)
+    return f"{name}: is no parameter; known are {listed}"
 
 
 def _check(name: str, value: Any, kind: Any) -> None:

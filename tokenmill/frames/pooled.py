@@ -79,10 +79,11 @@ def embed(
     Example:
         >>> tm.embed(frame, column="body", model="./all-MiniLM-L6-v2")  # doctest: +SKIP
     """  # noqa: E501  # a row of the table
+    run = check_options(options, EmbedKeywords)
     task = vector_task(_one_text(text, column), dimensions, prompt_name)
     return run_call(
         data, task, model, output_column=output_column, output_dir=output_dir, reuse=reuse, dry_run=dry_run,
-        options=check_options(options, tuple(EmbedKeywords.__annotations__)),
+        options=run,
     )  # fmt: skip
 
 
@@ -155,13 +156,14 @@ def classify(
     Example:
         >>> tm.classify(frame, text="Is this spam? {{ body }}", labels=["yes", "no"], model="demo")  # doctest: +SKIP
     """  # noqa: E501  # a row of the table
+    run = check_options(options, ClassifyKeywords)
     body = {"normalize": normalize, "truncate_prompt_tokens": truncate_prompt_tokens}
     pair = None if text_pair is None else PromptTemplate(text_pair, "text_pair")
     message = None if system is None else PromptTemplate(system, "system")
     task = label_task(_one_text(text, column), pair, message, labels, _given(body), adapter_column)
     return run_call(
         data, task, model, output_column=output_column, output_dir=output_dir, reuse=reuse, dry_run=dry_run,
-        options=check_options(options, tuple(ClassifyKeywords.__annotations__)),
+        options=run,
     )  # fmt: skip
 
 
@@ -226,6 +228,7 @@ def score(
     """  # noqa: E501  # a row of the table
     from workers.text.chat_options import ChatOptions
 
+    run = check_options(options, ScoreKeywords)
     if dry_run and (score_tokens is not None or chat_template is not None):
         raise InvalidCall("dry_run: takes no score_tokens, and no chat_template; leave them out")
     chat = ChatOptions(template=_template(chat_template), score_tokens=_tokens(score_tokens))
@@ -233,7 +236,7 @@ def score(
     task = score_task(PromptTemplate(query, "query"), PromptTemplate(document, "document"), _given(body), chat)
     return run_call(
         data, task, model, output_column=output_column, output_dir=output_dir, reuse=reuse, dry_run=dry_run,
-        options=check_options(options, tuple(ScoreKeywords.__annotations__)),
+        options=run,
     )  # fmt: skip
 
 

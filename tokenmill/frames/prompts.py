@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -23,6 +24,9 @@ from tokenmill.errors import InvalidCall
 MAX_TEMPLATE_CHARS: Final = 1 << 20
 MAX_PROMPT_CHARS: Final = 4 << 20
 """Of a rendered template."""
+
+BRACED: Final = re.compile(r"(?<!\{)\{\s*([^{}\s](?:[^{}]*[^{}\s])?)\s*\}(?!\})")
+"""A name between single braces."""
 
 FIELD_LINES: Final = "_field_lines"
 """The variable in place of `{% fields %}`."""
@@ -63,11 +67,15 @@ class RowText(Protocol):
 
     Attributes:
         columns: that it uses, sorted.  fields: those of `{% fields %}`; none without it.
+        written: columns whose cells are written as they are, without a test of them, sorted.
+        braced: texts between single braces, as an f-string has names.
         part: the argument that it is, for messages.  source: as a template.
     """
 
     columns: tuple[str, ...]
     fields: tuple[str, ...]
+    written: tuple[str, ...]
+    braced: tuple[str, ...]
     part: str
     source: str
 
@@ -80,12 +88,14 @@ class ColumnText:
     """A column as it stands, under any name; null is the empty text."""
 
     fields: tuple[str, ...] = ()
+    braced: tuple[str, ...] = ()
 
     def __init__(self, column: str, part: str = "column") -> None:
         if not isinstance(column, str):
             raise InvalidCall(f"{part}: must be the name of a column")
         self.part, self.source = part, f"{{{{ {column} }}}}"
         self.columns: tuple[str, ...] = (column,)
+        self.written: tuple[str, ...] = self.columns
 
     def render(self, cells: Mapping[str, Any], field_lines: str = "") -> str:
         """See `RowText`."""
@@ -99,7 +109,7 @@ class PromptTemplate:
     """A template over columns.
 
     Attributes:
-        columns: that it uses, sorted.  fields: those of `{% fields %}`; none without it.
+        columns, fields, written, braced: as of `RowText`.
 
     Args:
         part: the argument that it is, for messages.
@@ -123,6 +133,9 @@ class PromptTemplate:
             raise InvalidCall(f"{part}: is nested too deep; write it flatter") from error
         self.fields = tuple(environment.field_names)
         self.columns = tuple(sorted((used - {FIELD_LINES}) | set(self.fields)))
+        self.written = tuple(sorted((_written(tree) & used) | set(self.fields)))
+        literals = (data.data for data in tree.find_all(nodes.TemplateData))
+        self.braced = tuple(name for text in literals for name in BRACED.findall(text))
 
     def render(self, cells: Mapping[str, Any], field_lines: str = "") -> str:
         """The text for a row's cells. Raises `InvalidCall`, without the row."""
@@ -141,8 +154,23 @@ class PromptTemplate:
         return "".join(pieces)
 
 
+def _written(tree: nodes.Template) -> set[str]:
+    """The names that are written by themselves, and that no condition tests."""
+    tests = [*(one.test for one in tree.find_all(nodes.If)), *(one.test for one in tree.find_all(nodes.CondExpr))]
+    names = (name for test in tests for name in (test, *test.find_all(nodes.Name)))
+    tested = {name.name for name in names if isinstance(name, nodes.Name)}
+    outputs = (one for output in tree.find_all(nodes.Output) for one in output.nodes)
+    return {one.name for one in outputs if isinstance(one, nodes.Name)} - tested
+
+
 def check_columns(text: RowText, known: Sequence[str]) -> None:
-    """Raise `InvalidCall` if a used column is missing or ambiguous; the message has the nearest name."""
+    """Raise `InvalidCall` if a used column is missing or ambiguous; the message has the nearest name. So it does if a
+    column stands in the braces of an f-string only."""
+    for name in text.braced:
+        if name in known and name not in text.columns:
+            raise InvalidCall(
+                f"{text.part}: {{{name}}} is not replaced by the column; write {{{{ {name} }}}} (a template of Jinja)"
+            )
     for name in text.columns:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

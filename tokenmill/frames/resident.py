@@ -37,11 +37,12 @@ def load_model(model: str, **options: Unpack[EngineKeywords]) -> ResidentModel:
         ...     good = tm.map(frame, prompt="Is this review good? {{ review }}", model=model)
         ...     spam = tm.map(frame, prompt="Is this review spam? {{ review }}", model=model)
     """
-    from tokenmill.frames.options import EngineKeywords, split_options
+    from tokenmill.frames.options import EngineKeywords, Sampling, check_options
 
-    sampling, engine = split_options(options, EngineKeywords)
-    if sampling:
-        raise InvalidCall(f"{next(iter(sampling))}: is a sampling parameter; give it to map")
+    for name in options:
+        if name in Sampling.__annotations__:
+            raise InvalidCall(f"{name}: is a sampling parameter; give it to map")
+    engine = check_options(options, EngineKeywords)
     name_and_options(model, engine)
     if engine.get("replicas", 1) != 1:
         raise InvalidCall("replicas: must be 1 for a model that stays loaded; give replicas to map, with its name")

@@ -22,7 +22,7 @@ from tokenmill.errors import InvalidCall, UserError
 from tokenmill.frames.calls import TableCall
 from tokenmill.frames.data.kinds import open_frame
 from tokenmill.frames.job import TableEstimate, TableJob
-from tokenmill.frames.options import split_options
+from tokenmill.frames.options import MapOptions, split_options
 from tokenmill.frames.prompts import MAX_TEMPLATE_CHARS
 from tokenmill.frames.tasks.chat import chat_task
 from workers.text.chat_options import ChatOptions
@@ -70,7 +70,7 @@ class TableRun:
         system = None if options.system is None else _read_text(options.system, "--system")
         form: Any = str if options.output_schema is None else _schema(options.output_schema)
         given = named_values(options.sampling, "--sampling", "temperature=0")
-        sampling, others = split_options({name: _value(text) for name, text in given.items()})
+        sampling, others = split_options({name: _value(text) for name, text in given.items()}, MapOptions)
         for name in others:
             raise InvalidCall(f"--sampling {name}: is an option of its own; give --{name.replace('_', '-')}")
         frame = open_frame(data)

@@ -50,9 +50,8 @@ def execute_cascade(plan: CascadePlan, *, as_json: bool) -> None:
 
 
 def run_with_progress(plan: RunPlan, load: Load | None = None) -> JobRun:
-    """Run with progress on stderr; the first Ctrl-C stops after the current step, the second at once. With `reuse` the
-    end says how many rows took former answers, also if none did. Raises what `run_job` raises, and `UserError` for an
-    invalid input.
+    """Run with progress on stderr; the first Ctrl-C stops after the current step, the second at once. Raises what
+    `run_job` raises, and `UserError` for an invalid input.
 
     Args:
         load: as of `run_job`; None: a model for this job.
@@ -60,14 +59,10 @@ def run_with_progress(plan: RunPlan, load: Load | None = None) -> JobRun:
     from pipeline.planner import InvalidInput
     from tokenmill.local.run_job import run_job
     from tokenmill.local.run_plan import load_model
-    from tokenmill.local.summary import reused_rows
 
     try:
         with shown(plan.price_per_hour) as (tracker, stop):
-            done = run_job(plan, tracker, stop, load or load_model)
-        if plan.reuse is not None and done.manifest is not None:
-            output.say(reused_rows(done.manifest.reused, done.counts.total))
-        return done
+            return run_job(plan, tracker, stop, load or load_model)
     except InvalidInput as error:
         for wrong in error.errors[:SHOWN_ERRORS]:
             output.say(f"line {wrong.line}: {wrong.code}: {wrong.message}")

@@ -95,6 +95,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
         manifest = output.ledger.manifest()
         if manifest is not None:
             check_files(output.ledger, manifest)
+            _say_reused(plan, manifest)
             return JobRun(manifest, manifest.counts, manifest.counts.total)
         if not _is_planned(output, plan):
             tracker.phase("planning")
@@ -107,6 +108,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
         segments = list(output.ledger.segments())
         if plan.reuse is not None:
             say(_reused_rows(segments))
+        is_whole = segments[-1].last
         before, planner = 0, None
 
         def begin(progress: Progress) -> None:
@@ -143,6 +145,8 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
             manifest = dispatch(output, begin, work, plan.price_of_worker, plan.engine.replicas)
             if planner is not None:
                 planner.check()
+        if manifest is not None and not is_whole:
+            _say_reused(plan, manifest)
         counts = _counts(output) if manifest is None else manifest.counts
         return JobRun(manifest, counts, 0 if submitted.created else before)
 
@@ -222,6 +226,12 @@ def _accepts(plan: RunPlan, row: ValidRow, text: str, finish_reason: str | None)
         raise
     except Exception:  # noqa: BLE001 - the check fails with it; of a new answer that is the row's error
         return False
+
+
+def _say_reused(plan: RunPlan, manifest: Manifest) -> None:
+    """Say how many rows of the job took former answers, also if none did."""
+    if plan.reuse is not None:
+        say(reused_rows(manifest.reused, manifest.counts.total))
 
 
 def _reused_rows(segments: Sequence[PlanSegment]) -> str:

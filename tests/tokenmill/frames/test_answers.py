@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Any, Literal
+import re
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Any, Literal, NotRequired
 
 import pyarrow as pa
 import pytest
 from pydantic import BaseModel, Field, field_validator
+from typing_extensions import TypedDict
 
 from tokenmill.errors import InvalidCall
-from tokenmill.frames.answers import answer_form
+from tokenmill.frames.answers import INTEGER, answer_form
 
 
 class Part(BaseModel):
@@ -154,7 +157,80 @@ def test_given_an_answer_of_another_type_when_parsed_then_only_its_row_fails(out
         answer_form(output).parse(text)
 
 
-@pytest.mark.parametrize("output", [int, "str", None, list[str], Literal["a", 1], Literal["", "a"], Colour])
-def test_given_another_output_when_made_then_it_is_refused(output: Any) -> None:
-    with pytest.raises(InvalidCall, match=r"^output: "):
+@dataclass
+class Place:
+    city: str
+    zip_code: int | None
+
+
+class Tags(TypedDict):
+    tags: list[str]
+    colour: NotRequired[Colour]
+
+
+class Level(IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Mixed(Enum):
+    ONE = 1
+    TWO = "two"
+
+
+@pytest.mark.parametrize(
+    ("output", "kind", "text", "value", "loaded"),
+    [
+        (bool, pa.bool_(), "true", True, True),
+        (int, pa.int64(), "7", 7, 7),
+        (float, pa.float64(), "7", 7.0, 7),
+        (list[str], pa.list_(pa.string()), '["a", "b"]', ["a", "b"], ["a", "b"]),
+        (int | None, pa.int64(), "null", None, None),
+        (Colour, pa.dictionary(pa.int32(), pa.string()), "red", "red", Colour.RED),
+        (Level, pa.int64(), "2", 2, Level.HIGH),
+        (Mixed, pa.string(), '"two"', '"two"', Mixed.TWO),
+        (list[Colour], pa.list_(pa.string()), '["red"]', ["red"], [Colour.RED]),
+        (
+            Tags, pa.struct({"tags": pa.list_(pa.string()), "colour": pa.string()}), '{"tags": []}',
+            {"tags": [], "colour": None}, {"tags": []},
+        ),
+        (
+            Place, pa.struct({"city": pa.string(), "zip_code": pa.int64()}), '{"city": "a", "zip_code": 1}',
+            {"city": "a", "zip_code": 1}, Place("a", 1),
+        ),
+    ],
+)  # fmt: skip
+def test_given_a_type_when_parsed_then_the_column_is_that_of_a_field_and_judges_get_its_value(
+    output: Any, kind: Any, text: str, value: Any, loaded: Any
+) -> None:
+    form = answer_form(output)
+
+    assert form.column([form.parse(text), None]).to_pylist() == [value, None]
+    assert form.column([]).type == form.type == kind
+    assert form.load(text) == loaded
+
+
+def test_given_types_that_say_the_same_when_made_then_their_requests_are_the_same() -> None:
+    assert answer_form(Colour).body == answer_form(Literal["red", "blue"]).body
+    assert answer_form(bool).body == answer_form({"type": "boolean"}).body
+    assert answer_form(int).body == answer_form(INTEGER).body
+    assert answer_form(int).model is None, "there is nothing to judge in Python"
+    assert answer_form(Place).model == "Place"
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("str", "must be a type"),
+        (None, "must be a type"),
+        (Literal["a", 1], "must all be texts"),
+        (Literal["", "a"], "empty text"),
+        (["good", "bad"], 'Literal["good", "bad"]'),
+        (re.Match, "pydantic makes no JSON schema of Match"),
+        ({"a": "str", "n": int}, '"properties": {"a": {"type": "string"}, "n": {"type": "integer"}}, "required"'),
+        ({"title": "str"}, "has none of its keywords"),
+    ],
+)
+def test_given_another_output_when_made_then_it_is_refused_with_the_fix(output: Any, message: str) -> None:
+    with pytest.raises(InvalidCall, match=f"^output: .*{re.escape(message)}"):
         answer_form(output)

@@ -121,6 +121,8 @@ def test_given_wrong_arguments_when_mapped_then_nothing_runs_and_the_message_has
         ({"prompt": "{{ itme }}"}, "did you mean 'item'"),
         ({"system": "{% fields item %}"}, "belongs into the prompt"),
         ({"temprature": 1}, "did you mean temperature"),
+        ({"prompt": "Good? {item}"}, "write {{ item }}"),
+        ({"output": {"item": "str"}}, "has none of its keywords"),
         ({"temperature": -1}, "temperature"),
         ({"prompt": "{{ item.x.y }}"}, "row 0: prompt: can't be rendered"),
         ({"output": {"not": {"type": "string"}}}, "output schema: response_format can't be compiled"),
@@ -133,6 +135,25 @@ def test_given_wrong_arguments_when_mapped_then_nothing_runs_and_the_message_has
         assert not (folder / "job" / "job.json").exists()
     with pytest.raises(InvalidCall, match="rows: is 0"):
         tm.preview([{"item": "a"}], prompt=PROMPT, model=model, rows=0)
+
+
+def test_given_arguments_by_place_or_misnamed_when_called_then_they_are_taken_or_named() -> None:
+    rows: Any = [{"item": "a"}]
+    cases: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
+        (tm.map, (rows,), {"model": "m"}, "map: lacks prompt; give prompt=..."),
+        (tm.map, (rows,), {"promt": "a", "model": "m"}, "promt: is no parameter; did you mean prompt?"),
+        (tm.map, (rows, "a"), {"prompt": "a", "model": "m"}, "map: prompt is given twice"),
+        (tm.map, (rows, "a", "m"), {}, "map: takes data and prompt without a name, and all others by name: model=,"),
+        (tm.preview, (rows, "a"), {}, "preview: lacks model"),
+        (tm.embed, (rows, "a"), {"model": "m"}, "embed: takes data without a name, and all others by name: model=, te"),
+        (tm.classify, (rows,), {"model": "m", "prompt": "a"}, "prompt: is no parameter; did you mean text?"),
+    ]
+    for call, args, given, message in cases:
+        with pytest.raises((TypeError, InvalidCall)) as raised:
+            call(*args, **given)
+        assert message in str(raised.value)
+    with pytest.raises(InvalidCall, match=r"write \{\{ item \}\}"):  # the second one is the prompt
+        tm.map(rows, "Good? {item}", model="m")
 
 
 def test_given_a_folder_with_another_job_when_mapped_then_it_is_refused(model: str, folder: Path) -> None:

@@ -21,7 +21,7 @@ import tokenmill as tm
 from tests import tiny_encoders
 from tests.tokenmill.command_processes import ROOT
 from tokenmill.errors import InvalidCall
-from tokenmill.frames.options import ClassifyKeywords, EmbedKeywords, MapKeywords, ScoreKeywords
+from tokenmill.frames.options import ClassifyKeywords, EmbedKeywords, MapKeywords, PreviewKeywords, ScoreKeywords
 
 BODIES = ["A stream.", None, "A tree by a river.", "A stream."]
 LABELS = ("ham", "spam", "neither")
@@ -293,17 +293,22 @@ def test_given_wrong_arguments_when_called_then_nothing_runs_and_the_message_has
 
 @pytest.mark.parametrize(
     ("call", "keywords"),
-    [(tm.map, MapKeywords), (tm.embed, EmbedKeywords), (tm.classify, ClassifyKeywords), (tm.score, ScoreKeywords)],
-)
+    [
+        (tm.map, MapKeywords), (tm.preview, PreviewKeywords), (tm.embed, EmbedKeywords),
+        (tm.classify, ClassifyKeywords), (tm.score, ScoreKeywords),
+    ],
+)  # fmt: skip
 def test_the_keywords_of_overloads_are_those_of_the_signature(call: Any, keywords: Any) -> None:
     parameters = inspect.signature(call).parameters
     passed_on = get_type_hints(call)["options"].__args__[0]
 
     assert (
         get_type_hints(keywords).keys()
-        == parameters.keys() - {"data", "dry_run", "options"} | get_type_hints(passed_on).keys()
+        == parameters.keys() - {"data", "prompt", "dry_run", "options"} | get_type_hints(passed_on).keys()
     )
     hints = get_type_hints(keywords, include_extras=True)
     assert {name for name, kind in hints.items() if get_origin(kind) is Required} == {
-        name for name, one in parameters.items() if one.default is one.empty and name not in ("data", "options")
+        name
+        for name, one in parameters.items()
+        if one.default is one.empty and name not in ("data", "prompt", "options")
     }

@@ -75,3 +75,11 @@ def test_given_unknown_columns_when_checked_then_the_nearest_name_is_offered() -
     with pytest.raises(InvalidCall, match="several columns 'id'"):
         check_columns(PromptTemplate("{% fields id %}"), ["id", "id"])
     check_columns(PromptTemplate("{% set x = id %}{{ x }}{{ range(3) }}"), ["id"])
+
+
+def test_given_the_braces_of_an_f_string_when_checked_then_those_of_templates_are_offered() -> None:
+    for text in ("Good? {review}", "{ review }{% if id %}x{% endif %}"):
+        with pytest.raises(InvalidCall, match=r"prompt: \{review\} is not replaced .* write \{\{ review \}\}"):
+            check_columns(PromptTemplate(text), ["id", "review"])
+    for text in ("{other} {}", "{{ review }}, as JSON: {review}", "{{ '{review}' }}{{ id }}", '{"review": 1}'):
+        check_columns(PromptTemplate(text), ["id", "review"])

@@ -16,6 +16,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 import pyarrow as pa
 
 from tokenmill.errors import InvalidCall
+from tokenmill.frames.arguments import name_arguments
 from tokenmill.frames.interrupts import interrupts_plainly
 from tokenmill.frames.options import engine_names
 from tokenmill.frames.resident import ResidentModel, load_model
@@ -30,13 +31,15 @@ Call = Callable[..., Any]
 
 
 def runs_where_data_lies(function: Callable[P, R]) -> Callable[P, R]:
-    """A call that runs in a cluster's processes if its first argument lies there, and else in this process."""
+    """A call that runs in a cluster's processes if its data lie there, and else in this process."""
 
     @interrupts_plainly
     @functools.wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> R:
-        run = _cluster_of(args[0]) if args else None
-        return function(*args, **keywords) if run is None else run(call, args[0], keywords)
+        given = name_arguments(function, args, keywords)
+        data = given.pop("data")
+        run = _cluster_of(data)
+        return function(data, **given) if run is None else run(call, data, given)
 
     return call
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.clusters.blocks import BLOCK_ROWS, BlockMapper, Call, check_call
-from tokenmill.frames.options import check_options
+from tokenmill.frames.options import EngineKeywords, check_options
 
 
 def map_dataset(function: Call, dataset: Any, keywords: dict[str, Any]) -> Any:
@@ -19,7 +19,7 @@ def map_dataset(function: Call, dataset: Any, keywords: dict[str, Any]) -> Any:
         InvalidCall: the dataset's columns aren't known, or as the call.
     """
     actors = keywords.pop("concurrency", 1)
-    check_options({"concurrency": actors})
+    check_options({"concurrency": actors}, EngineKeywords)
     schema = dataset.schema()
     columns = None if schema is None else schema.base_schema
     if not isinstance(columns, pa.Schema):

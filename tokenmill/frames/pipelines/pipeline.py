@@ -66,7 +66,7 @@ def pipeline(
         >>> print(answered.plan(frame))  # doctest: +SKIP
         >>> frame = answered.run(frame, output_dir="answered")  # doctest: +SKIP
     """
-    return Pipeline(steps, model, check_options(options, kinds=EngineKeywords))
+    return Pipeline(steps, model, check_options(options, EngineKeywords))
 
 
 class Pipeline:
