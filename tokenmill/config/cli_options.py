@@ -270,7 +270,10 @@ Replicas = Annotated[
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute. auto: on a CUDA device where there is one.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads that compute. Default: one a core.")]
 ChatTemplate = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="A chat template (jinja) in place of the model's own.")
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="A chat template (jinja) in place of the model's own: a file, or qwen3_reranker."
+    ),
 ]
 ScoreTokens = Annotated[
     str | None,

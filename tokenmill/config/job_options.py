@@ -146,16 +146,16 @@ def chat_options(
     template: Path | None, parser: str | None, thinking_token_budget: int | None, score_tokens: str | None
 ) -> ChatOptions:
     """Read the options of conversations. Raises `UserError`."""
-    from workers.text.chat_options import ChatOptions
+    from workers.text.chat_options import ChatOptions, read_template
     from workers.text.reasoning import FORMATS, NO_PARSER
 
     if parser is not None and parser not in FORMATS and parser != NO_PARSER:
         known = ", ".join(FORMATS)
         raise UserError(f"--reasoning-parser {parser}: is not known; use one of {known}, or {NO_PARSER}")
     try:
-        text = None if template is None else template.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--chat-template {template}: can't be read: {error}") from error
+        text = None if template is None else read_template(template)
+    except ValueError as error:
+        raise UserError(f"--chat-template {template}: {error}") from error
     no, _, yes = (score_tokens or "").partition(",")
     if score_tokens is not None and (not no or not yes or "," in yes):
         raise UserError(f"--score-tokens {score_tokens}: must be two tokens with a comma between them, such as no,yes")

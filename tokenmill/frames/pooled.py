@@ -205,7 +205,8 @@ def score(
             None: the row of a longer one fails.
         score_tokens: the tokens that mean no and yes to a reranker that generates: `("no", "yes")`. None: those that
             its files name.
-        chat_template: path of a template for such a reranker's pairs. None: the model's own.
+        chat_template: the template of such a reranker's pairs: the path of one, or `"qwen3_reranker"`, which comes with
+            this package. None: the model's own.
         output_column: the scores' column, and the beginning of the other new columns' names.
         output_dir, reuse, dry_run: as `tokenmill.map` has them. `dry_run` takes no `score_tokens` or `chat_template`.
         **options: the engine's options, as `tokenmill run` has them; or an installation, as `tokenmill.map` has it.
@@ -259,7 +260,9 @@ def _tokens(given: Any) -> tuple[str, str] | None:
 
 
 def _template(path: str | os.PathLike[str] | None) -> str | None:
+    from workers.text.chat_options import read_template
+
     try:
-        return None if path is None else Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidCall(f"chat_template: {path}: can't be read: {error}") from error
+        return None if path is None else read_template(Path(path))
+    except ValueError as error:
+        raise InvalidCall(f"chat_template: {path}: {error}") from error

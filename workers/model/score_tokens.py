@@ -26,11 +26,13 @@ def scores_by_tokens(path: Path, tokenizer: Tokenizer, chat: ChatOptions) -> Cla
     for token in found.tokens:
         token_id = tokenizer.token_to_id(token) if isinstance(token, str) else token
         if token_id is None or token_id >= tokenizer.size:
-            raise TokenizerError(f"{path}: {token!r} is no token of the model's; name two that are with --score-tokens")
+            raise TokenizerError(
+                f"{path}: {token!r} is no token of the model's; name two that are as score_tokens (--score-tokens)"
+            )
         ids.append(token_id)
     if not tokenizer.renders_pairs:
         raise TokenizerError(
-            f"{path}: scores by tokens need a chat template with the roles query and document; give one with "
-            "--chat-template, such as examples/templates/qwen3_reranker.jinja"
+            f"{path}: scores by tokens need a chat template with the roles query and document; give one as "
+            "chat_template (--chat-template): a file, or qwen3_reranker"
         )
     return replace(found.settings, tokens=(ids[0], ids[1]))

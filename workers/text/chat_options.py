@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
+
+TEMPLATES: Final = Path(__file__).parent / "templates"
+"""Chat templates that are a part of this package, for models that come without: NAME.jinja."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +38,20 @@ class ChatOptions:
 
 
 OWN_CHAT: Final = ChatOptions()
+
+
+def read_template(given: Path) -> str:
+    """The chat template in a file, or of `TEMPLATES` if there is no such file and the name is one of these.
+
+    Raises:
+        ValueError: it can't be read; the message has the names of `TEMPLATES`.
+    """
+    shipped = {path.stem: path for path in TEMPLATES.glob("*.jinja")}
+    path = given.expanduser()
+    if not path.exists():
+        path = shipped.get(str(given), path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"can't be read: {reason}; give a file, or one of {', '.join(sorted(shipped))}") from error

@@ -19,7 +19,6 @@ import structlog
 
 import tokenmill as tm
 from tests import tiny_encoders
-from tests.tokenmill.command_processes import ROOT
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.options import ClassifyKeywords, EmbedKeywords, MapKeywords, PreviewKeywords, ScoreKeywords
 
@@ -197,7 +196,7 @@ def test_given_a_reranker_that_generates_when_scored_then_tokens_and_template_ar
     model = str(tiny_encoders.make_reranker(folder / "reranker"))
     arguments: Any = {
         "data": [{"body": "A stream."}], "query": "what is a river?", "document": "{{ body }}", "model": model,
-        "chat_template": ROOT / "examples/templates/qwen3_reranker.jinja",
+        "chat_template": "qwen3_reranker",
     }  # fmt: skip
 
     (row,) = tm.score(**arguments, score_tokens=("no", "yes"))
@@ -205,8 +204,14 @@ def test_given_a_reranker_that_generates_when_scored_then_tokens_and_template_ar
 
     assert 0 < row["score"] < 1
     assert row["score"] + opposite["score"] == pytest.approx(1, abs=1e-5)
-    with pytest.raises(InvalidCall, match="and no tokens for them; choose a reranker, or name score_tokens"):
+    with pytest.raises(InvalidCall, match=r"and no tokens for them; choose a reranker, such as .* score_tokens of one"):
         tm.score(**arguments)
+    arguments["output_dir"] = folder / "job"
+    with pytest.raises(InvalidCall, match=r"give one as chat_template .* or qwen3_reranker"):
+        tm.score(**{**arguments, "chat_template": None}, score_tokens=("no", "yes"))
+    with pytest.raises(InvalidCall, match=r"chat_template: qwen: can't be read: .*, or one of qwen3_reranker"):
+        tm.score(**{**arguments, "chat_template": "qwen"}, score_tokens=("no", "yes"))
+    assert not (folder / "job").exists()
     with pytest.raises(InvalidCall, match="dry_run: takes no score_tokens"):
         tm.score(**arguments, dry_run=True)
     with pytest.raises(InvalidCall, match="score_tokens: must be two tokens"):
@@ -254,7 +259,7 @@ def test_given_a_dry_run_when_made_then_nothing_is_computed(embedder: str, folde
 @pytest.mark.parametrize(
     ("call", "given", "message"),
     [
-        ("embed", {"model": "labels"}, "so it makes no embeddings; choose a model made for them"),
+        ("embed", {"model": "labels"}, "so it makes no embeddings; choose a model made for them, such as"),
         ("embed", {"model": "embedder", "column": "body"}, "text: give either text, such as"),
         ("embed", {"model": "embedder", "text": None}, "text: give either text, such as"),
         ("embed", {"model": "embedder", "text": None, "column": "bdy"}, "column: the data has no column 'bdy'"),

@@ -26,14 +26,14 @@ from workers.model.loaded_model import LoadedModel, model_digest
 from workers.policies.policy import Policies
 from workers.policies.rules import Rules
 from workers.shards.worker import ShardWorker
-from workers.text.chat_options import ChatOptions
+from workers.text.chat_options import ChatOptions, read_template
 from workers.text.tokenizer import Tokenizer
 
 CONFIG = EngineConfig(
     dtype="float32", threads=1, cache=CacheConfig(block_size=16, num_blocks=200),
     schedule=ScheduleConfig(max_num_seqs=8, max_num_batched_tokens=128),
 )  # fmt: skip
-TEMPLATE = (Path(__file__).parents[3] / "examples/templates/qwen3_reranker.jinja").read_text()
+TEMPLATE = read_template(Path("qwen3_reranker"))
 TOKENS = ("no", "yes")
 QUERY = "what is a river?"
 DOCUMENTS = ["A stream.", "The quick brown fox jumps over the lazy dog.", "0123456789", "a river? A stream of water"]

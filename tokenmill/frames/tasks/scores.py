@@ -64,12 +64,21 @@ def _sides_of(texts: Mapping[str, str]) -> dict[str, Any]:
 def _check_model(path: Path, chat: ChatOptions) -> None:
     from engine.models.encoders.classifier import classifier_settings
     from engine.models.encoders.token_scores import token_score_settings
+    from workers.errors import TokenizerError
+    from workers.model.score_tokens import scores_by_tokens
+    from workers.text.tokenizer import Tokenizer
 
     settings = classifier_settings(path)
     if settings is None and token_score_settings(path, chat.score_tokens) is None:
         raise InvalidCall(
             f"model: {path} has no head for scores (…ForSequenceClassification), and no tokens for them; choose a "
-            "reranker, or name score_tokens"
+            "reranker, such as BAAI/bge-reranker-base, or name the score_tokens of one that generates, such as "
+            "Qwen/Qwen3-Reranker-0.6B"
         )
+    if settings is None:
+        try:
+            scores_by_tokens(path, Tokenizer.load(path, chat), chat)
+        except TokenizerError as error:
+            raise InvalidCall(f"model: {error}") from error
     if settings is not None and len(settings.labels) > 1:
         raise InvalidCall(f"model: {path} tells {len(settings.labels)} labels apart and gives no score; use classify")

@@ -72,7 +72,7 @@ def _answers(path: Path, body: Body) -> VectorAnswers:
     if settings is None:
         raise InvalidCall(
             f"model: {path} publishes no pooling settings (modules.json), so it makes no embeddings; choose a model "
-            "made for them"
+            "made for them, such as sentence-transformers/all-MiniLM-L6-v2"
         )
     if body.prompt_name is not None and body.prompt_name not in settings.prompts:
         known = ", ".join(sorted(settings.prompts)) or "none"

@@ -63,7 +63,7 @@ def test_given_tokens_and_a_template_when_run_then_a_model_that_generates_ranks(
     path = write_lines(
         line("plain", "/v1/rerank", **body), line("dog", "/v1/rerank", **body, instruction="Find the dog")
     )
-    template = Path(__file__).parents[4] / "examples/templates/qwen3_reranker.jinja"
+    template = "qwen3_reranker"
     given = ("run", path, "--model", f"ranks={model}", "--output", folder / "out", "--chat-template", template)
     wrong = tokenmill(*given, "--score-tokens", "yes")
     assert wrong.code == 1
