@@ -56,6 +56,8 @@ DEMO = WheelModel(
 )
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+SERVED_ONLY = re.compile(r"(chatgpt|gpt-\d|o\d(-|$)|claude|gemini|text-embedding-)", re.IGNORECASE)
+"""Names of models that only their makers serve."""
 HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.txt", "*.jinja")
 """The files to pull from a hub repository: never pickles (*.bin, *.pt) and never code (*.py)."""
 
@@ -100,9 +102,10 @@ def find(name: str, cache: Path) -> ModelSource | None:
         return _local(name, local)
     if HUB_NAME.fullmatch(name) and not name.endswith(".gguf"):
         return _snapshot(name, cache, offline=True)
+    unpublished = "; models are computed here, from their weights, and this one's are not published"
     raise ModelError(
         f"no model at {name}: give a folder with config.json, a GGUF file, s3://BUCKET/PREFIX, a hub name "
-        f"(owner/name), or {DEMO.name!r}"
+        f"(owner/name), or {DEMO.name!r}{unpublished if SERVED_ONLY.match(name) else ''}"
     )
 
 

@@ -224,7 +224,10 @@ def _content_column(name: str, schema: pa.Schema) -> str:
     if doubled:
         raise InputError(f"{name} has columns of the same name ({_listed(doubled)}); rename them")
     if "custom_id" not in schema.names:
-        raise InputError(f"{name} lacks the column custom_id (it has: {columns}); add it")
+        raise InputError(
+            f"{name} lacks the column custom_id (it has: {columns}); add it, or give 'tokenmill run' a --prompt "
+            "FILE, which makes a request of each row"
+        )
     found = [column for column in CONTENT if column in schema.names] or [TO_EMBED] * (TO_EMBED in schema.names)
     if len(found) != 1:
         what = "has more than one of" if found else "lacks one of"

@@ -125,7 +125,10 @@ def test_given_an_invalid_input_when_it_was_corrected_then_the_same_command_succ
     """No job is made of a file that can't be one, so the same command runs with the right file."""
     packed = gzip.compress(gzip.compress(json.dumps(chat("a")).encode()))
     pq.write_table(pa.table({"id": ["a"], "prompt": ["one"]}), folder / "in.parquet")
-    cases = ((write_lines(packed), "is compressed twice"), (folder / "in.parquet", "lacks the column custom_id"))
+    cases = (
+        (write_lines(packed), "is compressed twice"),
+        (folder / "in.parquet", "custom_id (it has: id, prompt); add it, or give"),
+    )
     for path, message in cases:
         arguments = ("run", path, "--model", f"tiny={model_folder}", "-o", folder / path.stem, "--max-output-tokens", 6)
         ended = tokenmill(*arguments)
@@ -283,6 +286,7 @@ def test_given_something_that_cannot_run_when_it_is_run_then_the_error_is_one_li
         ): "no .jsonl, .csv (also with .gz or .zst behind), .parquet or .arrow file",
         ("ftp://host/in.jsonl", tiny, folder / "out"): "inputs come from a path or from s3://bucket/key",
         (path, "nowhere", folder / "out"): "no model at nowhere",
+        (path, "gpt-4o-mini", folder / "out"): "from their weights, and this one's are not published",
         (path, "tiny=", folder / "out"): "give MODEL, or NAME=MODEL",
         (path, broken, folder / "out"): "amba",
         ("", tiny, folder / "out"): "INPUT is empty",
