@@ -105,13 +105,18 @@ def test_given_a_column_of_adapters_when_mapped_then_each_row_has_the_answer_of_
     # The command makes the same job.
     table.write_parquet(folder / "in.parquet")
     (folder / "prompt.txt").write_text(PROMPT)
-    options = [part for name in given for part in ("--adapter", f"{name}={name}")]
-    ended = tokenmill(
-        "run", "in.parquet", "--model", model, "--output", "out", "--prompt", "prompt.txt", "--adapter-column",
-        "customer", *options, "--sampling", "max_tokens=6", "--sampling", "temperature=0", "--dtype", "float32",
+    command = (
+        "run", "in.parquet", "--model", model, "--prompt", "prompt.txt", "--sampling", "max_tokens=6", "--sampling",
+        "temperature=0", "--dtype", "float32",
     )  # fmt: skip
+    options = [part for name in given for part in ("--adapter", f"{name}={name}")]
+    ended = tokenmill(*command, *options, "--adapter-column", "customer", "--output", "out")
     assert ended.code == 0, ended.err
     assert pl.read_parquet(folder / "out/table.parquet").equals(found)
+    ended = tokenmill(*command, "--adapter", "x=a1", "--merge-adapter", "--output", "merged")
+    assert ended.code == 0, ended.err
+    all_by_one = pl.read_parquet(folder / "merged/table.parquet")
+    assert all_by_one["answer"].to_list() == [texts["a1"][n] for n in table["n"]]
     # With other files under its name only the rows of that adapter are computed again.
     change_alpha(given["a0"])
     changed = tm.map(table, model=model, reuse=folder / "out", **asked)

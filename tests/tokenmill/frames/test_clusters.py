@@ -4,17 +4,20 @@ if a process is killed."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import polars as pl
 import pyarrow as pa
 import pytest
+from transformers import AutoModelForCausalLM
 
 import tokenmill as tm
 from tests.tokenmill.command_processes import Processes
@@ -64,6 +67,34 @@ def validated_here(table: pa.Table, model: str) -> list[dict[str, Any]]:
     answered = tm.map(table.slice(0, BLOCK), model=model, **VALIDATED)
     assert len(set(answered["answer_tries"].to_pylist())) > 1, "else nothing was asked again"
     return judged(answered)
+
+
+@pytest.fixture(scope="module")
+def with_adapters(model_folder: Path, adapters: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A call whose rows are answered by two adapters, or by the model alone."""
+    base, folder = AutoModelForCausalLM.from_pretrained(model_folder), tmp_path_factory.mktemp("adapters")
+    given = {name: adapters.make_adapter(base, folder / name, seed) for seed, name in enumerate(("a0", "a1"))}
+    return {**CALL, "output": str, "max_tokens": 4, "adapters": given, "adapter_column": "customer", "max_loras": 1}
+
+
+@pytest.fixture(scope="module")
+def customers(table: pa.Table) -> pa.Table:
+    """The first rows, with the adapter of each; the last one names none that there is."""
+    names = [("a0", None, "a1", "tiny")[n % 4] for n in range(BLOCK - 1)]
+    return table.slice(0, BLOCK).append_column("customer", pa.array([*names, "a9"]))
+
+
+@pytest.fixture(scope="module")
+def adapted_here(customers: pa.Table, model: str, with_adapters: dict[str, Any]) -> list[dict[str, Any]]:
+    """These rows, answered in this process."""
+    answered = without_positions(tm.map(customers, model=model, **with_adapters))
+    assert "(tiny, a0, a1)" in answered[-1]["answer_error"]
+    return answered
+
+
+def without_positions(table: pa.Table) -> list[dict[str, Any]]:
+    """The rows in their order, with errors that don't say where a row is, which on clusters is its place in a block."""
+    return [row | {"answer_error": re.sub(r": row \d+:", ":", row["answer_error"] or "")} for row in rows_of(table)]
 
 
 def judged(table: pa.Table) -> list[dict[str, Any]]:
@@ -141,6 +172,16 @@ def test_given_a_validator_when_a_dataset_is_answered_then_rows_are_asked_again_
     assert judged(pa.concat_tables(answered.iter_batches(batch_format="pyarrow", batch_size=None))) == validated_here
 
 
+def test_given_adapters_when_a_dataset_is_answered_then_each_row_has_its_own(
+    ray: Any, customers: pa.Table, model: str, adapted_here: list[dict[str, Any]], with_adapters: dict[str, Any]
+) -> None:
+    dataset = ray.data.from_arrow([customers.slice(at, BLOCK // 2) for at in range(0, BLOCK, BLOCK // 2)])
+    answered = tm.map(dataset, model=model, concurrency=2, **with_adapters)
+
+    batches = answered.iter_batches(batch_format="pyarrow", batch_size=None)
+    assert without_positions(pa.concat_tables(batches)) == adapted_here
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -185,6 +226,14 @@ def test_given_a_validator_when_a_frame_is_answered_then_rows_are_asked_again_as
     frame = session.createDataFrame(table.slice(0, BLOCK)).repartition(2)
 
     assert judged(tm.map(frame, model=model, **VALIDATED).toArrow()) == validated_here
+
+
+def test_given_adapters_when_a_frame_is_answered_then_each_row_has_its_own(
+    session: Any, customers: pa.Table, model: str, adapted_here: list[dict[str, Any]], with_adapters: dict[str, Any]
+) -> None:
+    frame = session.createDataFrame(customers).repartition(2)
+
+    assert without_positions(tm.map(frame, model=model, **with_adapters).toArrow()) == adapted_here
 
 
 def test_given_an_installation_when_its_worker_is_killed_then_the_answers_are_those_of_one_process(
