@@ -193,7 +193,8 @@ def _check_location(ledger: JobLedger, standing: Job | None) -> None:
 
 def _differences(job: Job, order: JobOrder) -> list[tuple[str, str, str]]:
     """The differences between the order and the job; the location of the same bytes doesn't count."""
-    old, new = dict(_facts(job)), dict(_facts(order))
+    are_as_many = len(job.models) == len(order.models)
+    old, new = (dict(_facts(one, of_models=are_as_many)) for one in (job, order))
     old["deadline"], new["deadline"] = job.deadline and job.deadline.isoformat(), None
     if isinstance(order.deadline, timedelta):
         new["deadline"] = f"{order.deadline} after acceptance"
@@ -210,7 +211,8 @@ def _differences(job: Job, order: JobOrder) -> list[tuple[str, str, str]]:
     ]
 
 
-def _facts(order: Job | JobOrder) -> Iterator[tuple[str, Any]]:
+def _facts(order: Job | JobOrder, *, of_models: bool) -> Iterator[tuple[str, Any]]:
+    """Each fact by its name; of models without `of_models` only their names."""
     yield "input.format", order.input.format.value
     yield "input.files", len(order.input.files)
     for index, file in enumerate(order.input.files):
@@ -219,7 +221,9 @@ def _facts(order: Job | JobOrder) -> Iterator[tuple[str, Any]]:
         yield f"{name}.sha256", file.sha256
         yield f"{name}.etag", file.etag
     yield "merged_adapter", next((pin.name for pin in order.models if pin.merged), None)
-    for index, pin in enumerate(order.models):
+    if not of_models:
+        yield "models", ", ".join(pin.name for pin in order.models)
+    for index, pin in enumerate(order.models if of_models else ()):
         name = "model" if len(order.models) == 1 else f"models[{index}]"
         facts = pin.model_dump(mode="json")
         if pin.digest is not None:  # the same weights may have another place or name

@@ -21,7 +21,7 @@ from schemas.jobs.inputs import InputFile, InputFormat, InputRef
 from schemas.jobs.job import JobSettings, Tier
 from schemas.jobs.outcome import JobStatus
 from schemas.models import ModelPin
-from tests.pipeline.made_jobs import end_job, order, plan_by_hand
+from tests.pipeline.made_jobs import PIN, end_job, order, plan_by_hand
 from tests.pipeline.simulation import START, SeededRandomness
 
 
@@ -78,6 +78,7 @@ def test_the_same_bytes_elsewhere_are_the_same_input_and_are_read_there(world: W
             {"models": (ModelPin(name="other", source="/models/tiny", digest="sha256:1", dtype="float32"),)},
             "model.name was tiny, now other",
         ),
+        ({"models": (PIN, PIN.with_adapter("legal", "/adapters/legal", "3"))}, "models was tiny, now tiny, legal"),
     ],
 )
 def test_another_order_is_refused_with_exactly_the_difference(
