@@ -20,6 +20,18 @@ AnswerCheck = Callable[[int, str], str | None]
 What it raises becomes the error of the row, which is not asked again."""
 
 
+class WrongVerdict(TypeError):
+    """Raised by a check whose function returned what says neither that an answer is accepted nor why it isn't.
+
+    Attributes:
+        place: the function's file and line.
+    """
+
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
+        self.place = place
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """Settings of a worker's loop.

@@ -6,7 +6,9 @@ the blocks of its prompt. An answer is judged by its form, then by the job's own
 
 from __future__ import annotations
 
+import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -19,7 +21,7 @@ from schemas.jobs.checkpoints import FormerTry
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.parsing import ChatBody
 from workers.rows import ComputedRow, PreparedRow
-from workers.settings import AnswerCheck
+from workers.settings import AnswerCheck, WrongVerdict
 from workers.shards.shard_reader import ShardReader
 from workers.structured.form_check import check_form
 from workers.translation.responses import ResponseBuilder, failure_of
@@ -28,7 +30,35 @@ from workers.translation.tries import error_of_refused_retry, usage_of
 MAX_REASON_CHARS: Final = 2_000
 """Of what a model is told about its answer."""
 
+LIBRARIES: Final = sys.stdlib_module_names | {"workers", "tokenmill", "pydantic"}
+"""Modules that call or are called by a check, and are not the place of its mistake."""
+
 logger = structlog.get_logger(__name__)
+
+
+class _CheckFailures:
+    """The failures of one worker's checks, of which the log has the first one of each kind and place."""
+
+    def __init__(self) -> None:
+        self._rows: Counter[tuple[str, str]] = Counter()
+
+    def add(self, error: Exception, row: str) -> RowError:
+        """The error of a row whose answer can't be judged. `row`: its name, for the log."""
+        kind = "TypeError" if isinstance(error, WrongVerdict) else type(error).__name__
+        place, reason = _place(error), _bounded(str(error))
+        if (kind, place) not in self._rows:
+            logger.error("the check of an answer failed", error=kind, at=place, reason=reason, row=row)
+        self._rows[kind, place] += 1
+        return RowError(
+            RowErrorCode.INVALID_ANSWER, f"its check failed with {kind} at {place}, so it can't be accepted: {reason}"
+        )  # fmt: skip
+
+    def log_totals(self) -> None:
+        """Log how many rows each mistake failed, where they are several."""
+        for (kind, place), rows in self._rows.items():
+            if rows > 1:
+                logger.error("the check of answers failed", error=kind, at=place, rows=rows)
+        self._rows.clear()
 
 
 class AnswerJudge:
@@ -44,6 +74,7 @@ class AnswerJudge:
         self._reader = reader
         self._builder = builder
         self._check_of = check_of
+        self._failures = _CheckFailures()
 
     def judge(self, work: ShardWork, row: ComputedRow) -> ComputedRow | PreparedRow:
         """The row with its outcome, or as it is to be asked again."""
@@ -73,6 +104,10 @@ class AnswerJudge:
             refused = error_of_refused_retry((former,), error)
             return ComputedRow(prepared, row.completion, row.withheld, dict.fromkeys(rejected, refused))
 
+    def log_failures(self) -> None:
+        """Log how many rows the mistakes in checks failed."""
+        self._failures.log_totals()
+
     def _judged(
         self, row: ComputedRow, index: int, text: str, work: ShardWork, reasons: dict[int, str]
     ) -> RowError | None:
@@ -88,7 +123,7 @@ class AnswerJudge:
         except MemoryError:
             raise
         except Exception as raised:  # noqa: BLE001 - a mistake in the check is the row's error, not the job's end
-            return _unforeseen(raised, _name(work, row.prepared))
+            return self._failures.add(raised, _name(work, row.prepared))
         if error is not None:
             reasons[index] = error.message
         return error
@@ -108,21 +143,25 @@ def find_rejection(
     return None if error is None else RowError(error.code, _bounded(error.message))
 
 
-def _unforeseen(error: Exception, row: str) -> RowError:
-    at = traceback.extract_tb(error.__traceback__)[-1]
-    kind = type(error).__name__
-    where = f"{Path(at.filename).name}:{at.lineno}"
-    logger.error("the check of an answer failed", row=row, error=kind, at=where)
-    return RowError(
-        RowErrorCode.INVALID_ANSWER, f"its check failed with {kind} at {where}, so it can't be accepted: "
-        f"{_bounded(str(error))}"
-    )  # fmt: skip
-
-
 def _bounded(reason: str) -> str:
     """The reason as a text of bounded length that can be encoded."""
     text = reason if len(reason) <= MAX_REASON_CHARS else f"{reason[:MAX_REASON_CHARS]}…"
     return text.encode(errors="replace").decode()
+
+
+def _place(error: Exception) -> str:
+    """The file and line of the caller's code that raised the error, or that called a library that did."""
+    if isinstance(error, WrongVerdict):
+        return error.place
+    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [
+        (frame, line)
+        for frame, line in frames
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in LIBRARIES
+        and "site-packages" not in frame.f_code.co_filename
+    ]
+    frame, line = (own or frames)[-1]
+    return f"{Path(frame.f_code.co_filename).name}:{line}"
 
 
 def _name(work: ShardWork, row: PreparedRow) -> str:

@@ -127,6 +127,7 @@ class ShardWorker:
             self._reporter.start(heartbeats)
             with executors.heartbeat_timer(heartbeats.repeat):
                 stopped = self._run_loop(executors.fetcher, stop)
+        self._judge.log_failures()
         return self._reporter.report_end(self._shards, self._writer.committing, stopped=stopped)
 
     # -- The loop

@@ -10,6 +10,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from tokenmill.frames.answers import answer_form
 from tokenmill.frames.clusters.blocks import BlockMapper
 from tokenmill.frames.data.kinds import open_frame
 from tokenmill.frames.tasks.validation import judging
+from workers.settings import WrongVerdict
 
 PROGRAM = Path(__file__).with_name("judged_table_program.py")
 FRAME = pl.DataFrame({"id": range(6), "item": [f"number {n}" for n in range(6)]})
@@ -134,6 +136,14 @@ def test_given_what_functions_return_or_raise_when_judged_then_the_reason_is_wha
             reason_of(str, "x", wrong)
     with pytest.raises(KeyError):
         reason_of(Rating, '{"stars": 7}')
+    for function in (by_number, partial(by_number)):
+        with pytest.raises(WrongVerdict) as raised:
+            reason_of(str, "x", function)
+        assert raised.value.place == f"test_validation.py:{by_number.__code__.co_firstlineno}", "the function's"
+
+
+def by_number(_: str) -> int:
+    return 1
 
 
 async def _later(_: Any) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from schemas.jobs.checkpoints import FormerTry
@@ -134,13 +135,22 @@ def test_given_a_check_that_raises_when_judging_then_the_row_fails_and_is_not_as
     load: Callable[..., LoadedModel], kit: Any
 ) -> None:
     def check(row: int, _text: str) -> str | None:
-        return None if row else {}["missing"]  # type: ignore[no-any-return]
+        return None if row == 1 else json.loads({}["missing"] if row else "{")  # type: ignore[no-any-return]
 
-    sink = answer(load(), [kit.chat("one", max_tokens=3), kit.chat("two", max_tokens=3)], 3, check, kit)
+    with capture_logs() as logs:
+        sink = answer(load(), [kit.chat(f"{row}", max_tokens=3) for row in range(4)], 3, check, kit)
 
-    assert (sink.rows[0].error_code, sink.rows[0].tries) == (RowErrorCode.INVALID_ANSWER, 1)
-    assert "its check failed with KeyError at test_answer_tries.py:" in sink.rows[0].error_message
-    assert (sink.rows[1].status, sink.rows[1].tries) == (RowStatus.SUCCEEDED, 1)
+    assert [(row.error_code, row.tries) for _, row in sorted(sink.rows.items())] == [
+        (None, 1) if row == 1 else (RowErrorCode.INVALID_ANSWER, 1) for row in range(4)
+    ]
+    here = f"test_answer_tries.py:{check.__code__.co_firstlineno + 1}"
+    assert f"its check failed with JSONDecodeError at {here}, so" in sink.rows[0].error_message
+    found = [(log["error"], log["at"], log.get("reason"), log.get("rows")) for log in logs if "check" in log["event"]]
+    assert sorted(found[:-1], key=str) == [
+        ("JSONDecodeError", here, sink.rows[0].error_message.rpartition("accepted: ")[2], None),
+        ("KeyError", here, "'missing'", None),
+    ]
+    assert found[-1] == ("KeyError", here, None, 2), "the others of a kind and place are counted"
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -118,4 +119,16 @@ def _reason(validate: Validate, given: tuple[Any, ...]) -> str | None:
         return found
     if type(found).__name__ in ("bool", "bool_"):  # numpy's and pandas' too
         return None if found else "it is not valid"
-    raise TypeError(f"validate must return True, None, False or a text, not a {type(found).__name__}")
+    from workers.settings import WrongVerdict
+
+    message = f"validate must return True, None, False or a text, not a {type(found).__name__}"
+    raise WrongVerdict(message, _place_of(validate))
+
+
+def _place_of(validate: Validate) -> str:
+    """The file and line of a function, or of a callable object's method; else its name."""
+    for function in (validate, getattr(validate, "func", None), getattr(validate, "__call__", None)):  # noqa: B004
+        code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+        if code is not None:
+            return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    return type(validate).__name__
