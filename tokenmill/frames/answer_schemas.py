@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from tokenmill.errors import InvalidCall
@@ -40,3 +41,95 @@ def check_is_schema(given: Mapping[str, Any]) -> None:
         f"output: a dict must be a JSON schema, and this one has none of its keywords; give {json.dumps(meant)}, or a "
         "pydantic model"
     )
+
+
+BLANK_BYTES: Final = 49
+"""Of white space between two parts of an answer, at most (`BLANKS` of workers.structured.json_schema)."""
+
+CHAR_BYTES: Final = 6
+"""Of a character of a text, at most: an escape."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerBound:
+    """How long an answer may be. A token has a byte at least.
+
+    Attributes:
+        max_bytes: of its text; None: any number.
+        unbounded: the paths of texts, lists and objects without a bound.
+    """
+
+    max_bytes: int | None
+    unbounded: tuple[str, ...] = ()
+
+
+def bound_answer(schema: Mapping[str, Any]) -> AnswerBound:
+    """How long the JSON text of a schema's values may be."""
+    unbounded: list[str] = []
+    size = _max_bytes(schema, schema, "", unbounded, frozenset())
+    return AnswerBound(size, tuple(dict.fromkeys(path or "the answer" for path in unbounded)))
+
+
+def _max_bytes(
+    schema: Any, root: Mapping[str, Any], path: str, unbounded: list[str], above: frozenset[str]
+) -> int | None:
+    """The bytes of a value at a path, at most; None: any number, with its path in `unbounded` if it is no number.
+    `above`: the references that led here; one that comes again is a recursion."""
+    if isinstance(schema, dict) and isinstance(pointer := schema.get("$ref"), str) and pointer not in above:
+        return _max_bytes(find_target(pointer, root), root, path, unbounded, above | {pointer})
+    if not isinstance(schema, dict) or "$ref" in schema:
+        unbounded.append(path)
+        return None
+    if (values := schema.get("enum", [schema["const"]] if "const" in schema else None)) is not None:
+        return max((len(json.dumps(value, ensure_ascii=False).encode()) for value in values), default=0)
+    if isinstance(alternatives := schema.get("anyOf") or schema.get("oneOf"), list):
+        return _greatest(_max_bytes(one, root, path, unbounded, above) for one in alternatives)
+    kinds = schema.get("type")
+    sizes = (
+        _of_kind(kind, schema, root, path, unbounded, above) for kind in (kinds if isinstance(kinds, list) else [kinds])
+    )
+    return _greatest(sizes)
+
+
+def _of_kind(
+    kind: Any, schema: Mapping[str, Any], root: Mapping[str, Any], path: str, unbounded: list[str],
+    above: frozenset[str],
+) -> int | None:  # fmt: skip
+    """See `_max_bytes`: of the values of one type."""
+    if kind in ("boolean", "null"):
+        return len("false")
+    if kind in ("integer", "number"):
+        ends = schema.get("minimum"), schema.get("maximum")
+        is_whole = kind == "integer" and all(isinstance(end, int) for end in ends)
+        return max(2, *(len(str(end)) for end in ends)) if is_whole else None  # 2: -0
+    if kind == "string" and isinstance(schema.get("maxLength"), int):
+        return 2 + CHAR_BYTES * int(schema["maxLength"])
+    if kind == "array" and isinstance(schema.get("maxItems"), int) and "items" in schema:
+        item = _max_bytes(schema["items"], root, f"{path}[]", unbounded, above)
+        return None if item is None else 2 + BLANK_BYTES + schema["maxItems"] * (item + 1 + 2 * BLANK_BYTES)
+    if kind == "object" and schema.get("additionalProperties") is False and "patternProperties" not in schema:
+        inner = {
+            name: _max_bytes(one, root, f"{path}.{name}" if path else name, unbounded, above)
+            for name, one in (schema.get("properties") or {}).items()
+        }
+        known = [size for size in inner.values() if size is not None]
+        names = sum(len(json.dumps(name, ensure_ascii=False).encode()) for name in inner)
+        blanks = BLANK_BYTES * (1 + 3 * len(inner))
+        return None if len(known) < len(inner) else 2 + sum(known) + names + 2 * len(inner) + blanks
+    unbounded.append(path)
+    return None
+
+
+def _greatest(sizes: Iterable[int | None]) -> int | None:
+    """The greatest size; None: one is any number."""
+    found = list(sizes)
+    known = [size for size in found if size is not None]
+    return max(known) if len(known) == len(found) else None
+
+
+def find_target(pointer: str, root: Mapping[str, Any]) -> Any:
+    """The schema at a JSON pointer within the document; None: there is none."""
+    found: Any = root
+    for step in pointer.removeprefix("#").split("/")[1:]:
+        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found

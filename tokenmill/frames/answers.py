@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from tokenmill.errors import InvalidCall
-from tokenmill.frames.answer_schemas import ANNOTATIONS, check_is_schema
+from tokenmill.frames.answer_schemas import ANNOTATIONS, AnswerBound, bound_answer, check_is_schema, find_target
 
 MAX_REFERENCES: Final = 32
 """From a schema to another in a row."""
@@ -51,6 +51,15 @@ class AnswerForm:
     is_text: bool = False
     categories: tuple[str, ...] = ()
     model: str | None = None
+
+    @property
+    def bound(self) -> AnswerBound:
+        """How long an answer may be."""
+        if self.is_text:
+            return AnswerBound(None, ("the text",))
+        if "structured_outputs" in self.body:
+            return AnswerBound(max(len(text.encode()) for text in self.body["structured_outputs"]["choice"]))
+        return bound_answer(self.body["response_format"]["json_schema"]["schema"])
 
     def column(self, values: Sequence[Any]) -> pa.Array:
         """The column of parsed values; None is null."""
@@ -207,7 +216,7 @@ def _typed(schema: Any, root: Mapping[str, Any], above: frozenset[str] = frozens
         if pointer in above:
             return pa.string(), _as_json
         above |= {pointer}
-        schema = _target(pointer, root)
+        schema = find_target(pointer, root)
     if not isinstance(schema, dict):
         return pa.string(), _as_json
     wanted = schema.get("type")
@@ -239,14 +248,6 @@ def _struct(
         return {name: convert_field(found.get(name)) for name, (_, convert_field) in inner.items()}
 
     return pa.struct([pa.field(name, kind) for name, (kind, _) in inner.items()]), _nullable(convert)
-
-
-def _target(pointer: str, root: Mapping[str, Any]) -> Any:
-    """The schema at a JSON pointer within the document; None: there is none."""
-    found: Any = root
-    for step in pointer.removeprefix("#").split("/")[1:]:
-        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-    return found
 
 
 def _nullable(convert: _Convert) -> _Convert:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -155,7 +156,7 @@ class TableCall:
         job = self._job(model, options)
         with tempfile.TemporaryDirectory() as scratch:
             former = None if reuse is None else former_results(reuse, job.answers, self.column, Path(scratch))
-            return job.estimate(reuse=former)
+            return replace(job.estimate(reuse=former), notes=job.notes)
 
     def columns(self, answers: Answers, results: pa.Table) -> pa.Table:
         """The new columns from the results of all rows."""

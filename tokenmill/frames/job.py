@@ -15,9 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.jobs.submit import DifferentJob
+from pipeline.planner.estimates.estimate import InputEstimate
 from pipeline.planner.segment_sizes import SegmentSizes
 from schemas.jobs.inputs import InputRef
 from schemas.jobs.job import JobSettings
+from schemas.requests.sampling_defaults import answer_limit
 from tokenmill import output
 from tokenmill.config import job_options
 from tokenmill.config.engine_options import EngineOptions, engine_options
@@ -34,9 +36,11 @@ from tokenmill.local.run_job import Load, checked_pin, open_former_answers
 from tokenmill.local.run_plan import RunPlan, check_judging, make_plan
 from tokenmill.local.tracker import RunTracker
 from tokenmill.settings import read_settings
+from workers.model.generation_config import sampling_defaults
 from workers.model.loaded_model import model_path
 from workers.settings import AnswerCheck
 from workers.text.chat_options import OWN_CHAT, ChatOptions
+from workers.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tokenmill.frames.calls import TableCall
@@ -56,6 +60,7 @@ class TableEstimate:
             `reuse`, whose answers are those of one order.
         max_tries: of a row; all other numbers are those of one try each. None: answers are not judged.
         reused: rows that take former answers, and are in none of the numbers behind `rows`; None: without `reuse`.
+        notes: what may not be expected, each a line.
     """
 
     rows: int
@@ -70,6 +75,7 @@ class TableEstimate:
     shared_as_written: int | None = None
     max_tries: int | None = None
     reused: int | None = None
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         reused = "" if self.reused is None else f", {self.reused:,} reused"
@@ -85,6 +91,7 @@ class TableEstimate:
         lines.append(f"time here        {unknown if self.seconds is None else output.duration(self.seconds)}")
         if self.cost is not None:
             lines.append(f"cost             {self.cost:.4f}")
+        lines += [f"note             {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -142,13 +149,13 @@ class TableJob:
             KeyboardInterrupt: the run was stopped.
             What `run_job` raises.
         """
+        self.say_notes()
         path = self.write(folder)
         plan = self.plan(str(path), folder, reuse, self._task.judging.check_of(self._call.frame))
         with explained(folder):
             done = run_with_progress(plan, load)
         if done.manifest is None:
-            rows = f"{output.count(done.counts.total - done.counts.pending)} of {output.count(done.counts.total)}"
-            raise KeyboardInterrupt(f"stopped: {rows} rows are committed; {how_to_go_on(folder)}")
+            raise KeyboardInterrupt(f"stopped: {done.progress}; {how_to_go_on(folder)}")
         return self.results(folder)
 
     def plan(
@@ -186,6 +193,23 @@ class TableJob:
     def segment_sizes(self) -> SegmentSizes:
         """The sizes of the segments of its plan."""
         return SegmentSizes.of(self._wanted.plan)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user may not expect of this job, each a line."""
+        notes, bound = self._requests.notes, self._task.bound
+        if bound is not None and bound.unbounded and not {"max_tokens", "max_completion_tokens"} & self._body.keys():
+            uses_own = self._engine.generation_config == "auto"
+            defaults = sampling_defaults(model_path(self._model.source.path)) if uses_own else None
+            limit = min(answer_limit(defaults, self._wanted.default_max_tokens), self._wanted.max_output_tokens)
+            names = ", ".join(bound.unbounded[:5]) + (", …" if len(bound.unbounded) > 5 else "")
+            notes.append(f"max_tokens is not given: an answer may have {limit:,} tokens, as {names} has no bound")
+        return tuple(notes)
+
+    def say_notes(self) -> None:
+        """Say them on stderr."""
+        for note in self.notes:
+            output.say(note)
 
     def write(self, folder: Path, *, fresh: bool = False) -> Path:
         """Write the requests into a job's folder; see `write_into_job`."""
@@ -227,11 +251,22 @@ class TableJob:
         seconds = seconds if amount.unique else 0.0
         price = price_of_worker(self._settings, price_per_hour)
         cost = None if seconds is None or price is None else seconds / 3600 * price
+        max_tokens = self._max_tokens(amount, chat)
         return TableEstimate(
-            amount.rows, amount.unique, amount.prompt_tokens, amount.shared_prefix_tokens, amount.expected_tokens,
-            amount.max_tokens, seconds, cost, sharing, as_written, self._wanted.max_tries,
-            None if reuse is None else amount.reused,
+            amount.rows, amount.unique, amount.prompt_tokens, amount.shared_prefix_tokens,
+            min(amount.expected_tokens, max_tokens), max_tokens, seconds, cost, sharing, as_written,
+            self._wanted.max_tries, None if reuse is None else amount.reused,
         )  # fmt: skip
+
+    def _max_tokens(self, amount: InputEstimate, chat: ChatOptions | None) -> int:
+        """The most tokens of all answers, by their form if it bounds them, and no thought comes before it."""
+        bound = self._task.bound
+        if bound is None or bound.max_bytes is None:
+            return amount.max_tokens
+        path = model_path(self._model.source.path)
+        if Tokenizer.load(path, chat or OWN_CHAT).reasoning is not None:
+            return amount.max_tokens
+        return min(amount.max_tokens, amount.unique * (bound.max_bytes + 1))  # 1: the end
 
     def _dry_runs(self, scratch: Path, options: EngineOptions, *, as_written: bool) -> JobDryRuns:
         path = scratch / REQUESTS

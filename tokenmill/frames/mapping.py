@@ -59,7 +59,8 @@ def map_rows(
     Args:
         data: a pandas or polars DataFrame, an Arrow table, a DuckDB relation, a `datasets.Dataset`, a list of dicts, or
             the path or glob of Parquet, CSV or JSONL files, also on s3://, which are read whole.
-        prompt: the user's message, a Jinja template over the columns: `"Is this positive? {{ review }}"`.
+        prompt: the user's message, a Jinja template over the columns: `"Is this positive? {{ review }}"`. A null is
+            rendered as empty text, and a line on stderr counts them.
             `{% fields a, b %}` writes columns as lines `NAME: VALUE`, in each row in the order that lets the prompts
             share the longest prefixes.
         model: a folder, a GGUF file, a hub name or `"demo"`, as `tokenmill run --model` takes it, which is loaded for
@@ -83,7 +84,9 @@ def map_rows(
         adapter_column: with `adapters`, the column that names the adapter that answers each row. Null: the model alone
             does. A name that there is not is its row's error.
         dry_run: compute nothing; return an estimate of tokens, time and cost, of the rows that `reuse` doesn't answer.
-        **options: sampling parameters (`temperature`, `max_tokens`, `seed` and so on), as OpenAI and vLLM name them;
+        **options: sampling parameters (`temperature`, `max_tokens`, `seed` and so on), as OpenAI and vLLM name them.
+            Without `max_tokens` an answer may have 4,096 tokens, which a small model may fill where a text or list has
+            no bound (`Field(max_length=200)`);
             and the engine's options (`quantize`, `kv_dtype`, `max_num_seqs` and so on), as `tokenmill run` has them.
             `adapters={"legal": "adapters/legal"}` are LoRA adapters of the model, by name; one without
             `adapter_column` answers all rows.

@@ -133,7 +133,7 @@ class PromptTemplate:
             raise InvalidCall(f"{part}: is nested too deep; write it flatter") from error
         self.fields = tuple(environment.field_names)
         self.columns = tuple(sorted((used - {FIELD_LINES}) | set(self.fields)))
-        self.written = tuple(sorted((_written(tree) & used) | set(self.fields)))
+        self.written = tuple(sorted((_written(tree) & used - {FIELD_LINES}) | set(self.fields)))
         literals = (data.data for data in tree.find_all(nodes.TemplateData))
         self.braced = tuple(name for text in literals for name in BRACED.findall(text))
 

@@ -67,6 +67,22 @@ class TableRequests:
                 shared_characters(self._lines, self._orders),
             )
 
+    @property
+    def notes(self) -> list[str]:
+        """What a user may not expect of the texts, each a line."""
+        texts, rows = self._task.texts.values(), len(self._frame)
+        found = []
+        if rows > 1 and not any(text.columns for text in texts):
+            names = " and ".join(text.part for text in texts)
+            found.append(f"{names}: no column is named, such as {{{{ {next(iter(self._frame.columns), 'name')} }}}}, "
+                         f"so all {rows:,} rows ask the same")  # fmt: skip
+        written = sorted({name for text in texts for name in text.written})
+        for name, nulls in self._frame.null_counts(written).items():
+            if nulls:
+                where = "1 row" if nulls == 1 else f"{nulls:,} rows"
+                found.append(f"{name} is null in {where}; it is rendered as empty text")
+        return found
+
     def requests(self, *, as_written: bool = False) -> Iterator[dict[str, Any]]:
         """The fields of each row's request that hold its texts, and the name of its adapter.
 

@@ -6,7 +6,7 @@ The job is the one that `tokenmill.map` makes. Its answers become columns of OUT
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,10 +92,12 @@ class TableRun:
         chat: ChatOptions,
     ) -> TableEstimate:
         """See `TableJob.estimate`."""
-        return self._job.estimate(price_per_hour, reuse, content_policy, chat)
+        found = self._job.estimate(price_per_hour, reuse, content_policy, chat)
+        return replace(found, notes=self._job.notes)
 
     def write_requests(self, folder: Path, *, fresh: bool) -> Path:
         """Write the requests into the job's folder; `fresh`: in place of another job's. Raises as `write_into_job`."""
+        self._job.say_notes()
         path = self._job.write(folder, fresh=fresh)
         if fresh:
             (folder / TABLE).unlink(missing_ok=True)

@@ -113,8 +113,7 @@ def _report(done: JobRun, plan: RunPlan, *, as_json: bool) -> None:
 
     manifest = done.manifest
     if manifest is None:
-        have = f"{output.count(done.counts.total - done.counts.pending)} of {output.count(done.counts.total)} rows"
-        raise Interrupted(f"interrupted: {have} are committed in {plan.output}; the same command goes on from there")
+        raise Interrupted(f"interrupted: {done.progress} in {plan.output}; the same command goes on from there")
     closed = _at_limit(manifest, plan) if manifest.ended_by == "spend" else CLOSED.get(manifest.status)
     if closed is not None:
         again = f"'tokenmill jobs retry {plan.output} --output NEW' answers the other rows"

@@ -42,7 +42,7 @@ from tokenmill.local.run_plan import RunPlan, check_judging, load_model
 from tokenmill.local.summary import reused_rows
 from tokenmill.local.tracker import RotationObserver, RunTracker
 from tokenmill.models.adapters import with_adapters
-from tokenmill.output import say
+from tokenmill.output import count, say
 from tokenmill.processes.planner_process import PlannerProcess
 from workers.model.generation_config import sampling_defaults
 from workers.model.loaded_model import LoadedModel, check_vllm, dtype_name, engine_of, model_digest, model_path
@@ -59,11 +59,20 @@ class JobRun:
         manifest: the job's outcome; None: the run was stopped before the job's end.
         counts: rows by status; pending ones have no result yet.
         before: rows that had a result from earlier runs.
+        done: rows with an answer, also those whose shard has others left and is not committed.
     """
 
     manifest: Manifest | None
     counts: Counts
     before: int
+    done: int = 0
+
+    @property
+    def progress(self) -> str:
+        """How far a run is that was stopped."""
+        committed = self.counts.total - self.counts.pending
+        more = f", and {count(self.done - committed)} more are computed" if self.done > committed else ""
+        return f"{count(committed)} of {count(self.counts.total)} rows are committed{more}"
 
 
 Load = Callable[[RunPlan, ModelPin, list[PlanSegment]], LoadedModel]
@@ -148,7 +157,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
         if manifest is not None and not is_whole:
             _say_reused(plan, manifest)
         counts = _counts(output) if manifest is None else manifest.counts
-        return JobRun(manifest, counts, 0 if submitted.created else before)
+        return JobRun(manifest, counts, 0 if submitted.created else before, tracker.snapshot().done)
 
 
 def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat: ChatOptions) -> ModelPin:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, field_validator
 from typing_extensions import TypedDict
 
 from tokenmill.errors import InvalidCall
+from tokenmill.frames.answer_schemas import AnswerBound
 from tokenmill.frames.answers import INTEGER, answer_form
 
 
@@ -216,6 +217,52 @@ def test_given_types_that_say_the_same_when_made_then_their_requests_are_the_sam
     assert answer_form(int).body == answer_form(INTEGER).body
     assert answer_form(int).model is None, "there is nothing to judge in Python"
     assert answer_form(Place).model == "Place"
+
+
+class Short(BaseModel):
+    word: str = Field(max_length=4)
+    many: list[bool] = Field(max_length=3)
+
+
+class Bare(BaseModel):
+    words: list[str]
+    inner: Short
+    parts: list[Part] = Field(max_length=2)
+    stars: int
+
+
+@pytest.mark.parametrize(
+    ("output", "max_bytes", "unbounded"),
+    [
+        (Literal["no", "ä"], 2, ()),
+        (bool, 5, ()),
+        (int, 17, ()),
+        (float, None, ()),
+        (str, None, ("the text",)),
+        (list[str], None, ("the answer",)),
+        (dict[str, int], None, ("the answer",)),
+        (Node, None, ("name", "left", "right")),
+        (Bare, None, ("words", "parts[].name")),
+        ({"anyOf": [{"const": "ä"}, {"enum": [1, None]}]}, 4, ()),
+    ],
+)
+def test_given_a_form_when_bounded_then_it_has_the_longest_answer_or_what_has_no_bound(
+    output: Any, max_bytes: int | None, unbounded: tuple[str, ...]
+) -> None:
+    assert answer_form(output).bound == AnswerBound(max_bytes, unbounded)
+
+
+def test_given_bounded_fields_when_bounded_then_no_answer_that_the_grammar_takes_is_longer() -> None:
+    blank = "\n" + 48 * " "
+    parts = ["{", '"word"', ":", '"' + r"\u0001" * 4 + '"', ",", '"many"', ":", "["]
+    longest = blank.join([*parts, "false", ",", "false", ",", "false", "]", "}"])
+    assert answer_form(Short).parse(longest) == {"word": "\x01" * 4, "many": [False] * 3}
+
+    bound = answer_form(Short).bound
+
+    assert bound.unbounded == ()
+    assert bound.max_bytes is not None
+    assert len(longest) <= bound.max_bytes < len(longest) + 4 * len(blank)
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,13 @@ def only(frame: Any, names: Sequence[str]) -> Any:
     return frame[list(names)] if isinstance(frame, pd.DataFrame) else frame.select(list(names))
 
 
+def test_given_nulls_in_every_kind_of_table_when_counted_then_the_counts_are_the_same() -> None:
+    given = pa.table({"a": ["x", None, None], "b": [1.5, 2.5, None], "c": [1, 2, 3]})
+    tables = [given, given.to_pylist(), given.to_pandas(), pl.from_arrow(given), duckdb.sql("select * from given")]
+    for one in tables:
+        assert open_frame(one).null_counts(["a", "b", "c"]) == {"a": 2, "b": 1, "c": 0}
+
+
 def cells(frame: Any, names: Sequence[str]) -> list[dict[str, Any]]:
     return list(open_frame(frame).cells(names))
 

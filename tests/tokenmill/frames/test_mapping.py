@@ -207,7 +207,25 @@ def test_given_choices_when_estimated_then_no_answer_is_expected_to_be_longer_th
 
     found = tm.map(rows, prompt=PROMPT, model=model, output=Literal["no", "yes"], max_tokens=100, dry_run=True)
 
-    assert (found.expected_tokens, found.max_tokens) == (3 * len("yes."), 300)
+    assert (found.expected_tokens, found.max_tokens) == (3 * len("yes."), 3 * len("yes."))
+
+
+def test_given_nulls_one_prompt_or_no_max_tokens_when_estimated_or_mapped_then_a_line_says_so(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frame = pd.DataFrame({"item": ["a", None, "b"], "old": [None, None, "x"]})
+    call: dict[str, Any] = {"prompt": "{{ item }}{% if old %}{{ old }}{% endif %}", "model": model}
+    null = "item is null in 1 row; it is rendered as empty text"
+    limit = "max_tokens is not given: an answer may have 4,096 tokens, as the text has no bound"
+    same = "prompt: no column is named, such as {{ item }}, so all 3 rows ask the same"
+
+    assert tm.map(frame, **call, dry_run=True).notes == (null, limit)
+    assert f"note             {null}" in str(tm.map(frame, **call, dry_run=True))
+    assert tm.map(frame, **call | {"prompt": "Good?"}, output=Choice, dry_run=True).notes == (same,)
+    assert null not in capsys.readouterr().err
+    tm.map(frame, **call, max_tokens=1)
+    said = capsys.readouterr().err.splitlines()
+    assert (said.count(null), said.count(limit)) == (1, 0)
 
 
 def test_given_fields_when_mapped_then_prompts_have_the_chosen_order(model: str, folder: Path) -> None:
@@ -251,7 +269,8 @@ def test_given_ctrl_c_without_a_folder_when_mapped_again_as_the_message_says_the
         tm.map(frame, **arguments)
 
     said = re.fullmatch(
-        r"stopped: (\d+) of 160 rows are committed; what is computed is kept, and the same call with "
+        r"stopped: (\d+) of 160 rows are committed(?:, and \d+ more are computed)?; what is computed is "
+        r"kept, and the same call with "
         r"output_dir='(.*)' goes on from there",
         str(raised.value),
     )

@@ -23,7 +23,7 @@ def test_given_fields_when_rendered_then_the_lines_stand_where_the_tag_does() ->
     template = PromptTemplate('Facts:\n{% fields text, "other name" %}\nSame?')
 
     assert template.fields == ("text", "other name")
-    assert template.columns == ("other name", "text")
+    assert template.columns == template.written == ("other name", "text")
     lines = field_lines({"text": None, "other name": [1]}, template.fields)
     assert lines == ("text: \n", "other name: [1]\n")
     assert template.render({}, "".join(reversed(lines))) == "Facts:\nother name: [1]\ntext: \nSame?"

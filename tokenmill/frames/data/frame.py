@@ -25,6 +25,10 @@ class Frame(Protocol):
         """Each row's cells of these columns, as Python values."""
         ...
 
+    def null_counts(self, columns: Sequence[str]) -> dict[str, int]:
+        """How many cells of each column are null."""
+        ...
+
     def with_columns(self, added: pa.Table) -> Any:
         """A table of the same kind with these columns behind its own."""
         ...

@@ -51,6 +51,15 @@ class DatasetFrame:
                     row[name] = None if row[name] is None else label.int2str(row[name])
                 yield row
 
+    def null_counts(self, columns: Sequence[str]) -> dict[str, int]:
+        """See `Frame`."""
+        counts = dict.fromkeys(columns, 0)
+        if counts:
+            for table in self._dataset.select_columns(list(columns)).with_format("arrow").iter(BATCH_ROWS):
+                for name in columns:
+                    counts[name] += table[name].null_count
+        return counts
+
     def with_columns(self, added: pa.Table) -> Any:
         """See `Frame`. The dataset keeps its split and format, which shows the new columns as well."""
         library, given = _library(), self._dataset.format

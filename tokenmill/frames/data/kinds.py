@@ -66,6 +66,9 @@ class ArrowFrame:
         else:
             yield from rows_of(self._table.select(list(columns)))
 
+    def null_counts(self, columns: Sequence[str]) -> dict[str, int]:
+        return {name: self._table[name].null_count for name in columns}
+
     def with_columns(self, added: pa.Table) -> pa.Table:
         table = self._table
         for field, column in zip(added.schema, added.columns, strict=True):
@@ -96,6 +99,9 @@ class DictsFrame:
         for row in self._rows:
             yield {name: row.get(name) for name in columns}
 
+    def null_counts(self, columns: Sequence[str]) -> dict[str, int]:
+        return {name: sum(row.get(name) is None for row in self._rows) for name in columns}
+
     def with_columns(self, added: pa.Table) -> list[dict[Any, Any]]:
         return [{**row, **new} for row, new in zip(self._rows, rows_of(added), strict=True)]
 
@@ -125,6 +131,9 @@ class PandasFrame:
             yield from ({} for _ in range(len(self)))
             return
         yield from rows_of(self._arrow(columns))
+
+    def null_counts(self, columns: Sequence[str]) -> dict[str, int]:
+        return {name: int(self._frame[name].isna().sum()) for name in columns}
 
     def with_columns(self, added: pa.Table) -> Any:
         pandas = sys.modules["pandas"]
@@ -167,6 +176,9 @@ class PolarsFrame:
     def cells(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield from self._frame.select(columns).iter_rows(named=True) if columns else ({} for _ in range(len(self)))
 
+    def null_counts(self, columns: Sequence[str]) -> dict[str, int]:
+        return {name: self._frame[name].null_count() for name in columns}
+
     def with_columns(self, added: pa.Table) -> Any:
         polars = sys.modules["polars"]
         new = polars.from_arrow(added)
@@ -195,6 +207,9 @@ class DuckDbFrame:
 
     def cells(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         return self._arrow.cells(columns)
+
+    def null_counts(self, columns: Sequence[str]) -> dict[str, int]:
+        return self._arrow.null_counts(columns)
 
     def with_columns(self, added: pa.Table) -> Any:
         types = dict(zip(self._relation.columns, map(str, self._relation.types), strict=True))

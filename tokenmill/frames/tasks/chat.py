@@ -41,7 +41,7 @@ def chat_task(
     return Task(
         CHAT_URL, texts, messages_of, {**form.body, **sampling}, SUFFIXES, ("text", "finish_reason"), answers,
         lambda _: ChatAnswers(form), ordered="prompt", judging=judging(form, validate, max_tries),
-        adapter_column=adapter_column,
+        adapter_column=adapter_column, bound=form.bound,
     )  # fmt: skip
 
 

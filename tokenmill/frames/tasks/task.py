@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import pyarrow as pa
 
+from tokenmill.frames.answer_schemas import AnswerBound
 from tokenmill.frames.prompts import RowText
 from tokenmill.frames.tasks.validation import NO_JUDGING, Judging
 
@@ -74,6 +75,7 @@ class Task:
         chat: replaces the model's own template; None: it doesn't.
         judging: how answers are judged before their rows end.
         adapter_column: the column with the name of the adapter that answers each row; None: all rows have the same.
+        bound: how long an answer is that the model writes; None: it writes none.
     """
 
     url: str
@@ -88,6 +90,7 @@ class Task:
     chat: ChatOptions | None = field(default=None)
     judging: Judging = NO_JUDGING
     adapter_column: str | None = None
+    bound: AnswerBound | None = None
 
     @property
     def columns(self) -> tuple[str, ...]:
