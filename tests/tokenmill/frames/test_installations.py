@@ -183,9 +183,10 @@ def test_given_ctrl_c_when_the_call_waits_then_it_says_how_to_go_on_and_the_job_
     said = script.stderr.readline().decode() + script.stderr.readline().decode()
     assert "waits to be taken in" in said
     script.send_signal(signal.SIGINT)
-    message = script.stderr.read().decode().splitlines()[-1]
+    message, hint = script.stderr.read().decode().splitlines()[-2:]
 
     script.wait()
+    assert hint == "This folder is a temporary one; with output_dir a call leaves one that lasts."
     job = said.split(":")[0]
     assert message.startswith(f"KeyboardInterrupt: stopped, but job {job} goes on; the same call with output_dir='")
     assert message.endswith(f"'tokenmill jobs cancel {job} --root {quiet}' ends it")
