@@ -65,59 +65,69 @@ class AnswerBound:
 
 def bound_answer(schema: Mapping[str, Any]) -> AnswerBound:
     """How long the JSON text of a schema's values may be."""
-    unbounded: list[str] = []
-    size = _max_bytes(schema, schema, "", unbounded, frozenset())
-    return AnswerBound(size, tuple(dict.fromkeys(path or "the answer" for path in unbounded)))
+    bounds = _Bounds(schema)
+    try:
+        size = bounds.max_bytes(schema, "")
+    except RecursionError:  # such a schema is refused when its answers are to be enforced
+        return AnswerBound(None)
+    return AnswerBound(size, tuple(dict.fromkeys(path or "the answer" for path in bounds.unbounded)))
 
 
-def _max_bytes(
-    schema: Any, root: Mapping[str, Any], path: str, unbounded: list[str], above: frozenset[str]
-) -> int | None:
-    """The bytes of a value at a path, at most; None: any number, with its path in `unbounded` if it is no number.
-    `above`: the references that led here; one that comes again is a recursion."""
-    if isinstance(schema, dict) and isinstance(pointer := schema.get("$ref"), str) and pointer not in above:
-        return _max_bytes(find_target(pointer, root), root, path, unbounded, above | {pointer})
-    if not isinstance(schema, dict) or "$ref" in schema:
-        unbounded.append(path)
+class _Bounds:
+    """The sizes of a schema's parts, each of which is looked at once, however often it is referred to.
+
+    Attributes:
+        unbounded: the paths of values that may have any number of bytes, but for numbers.
+    """
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self.unbounded: list[str] = []
+        self._root = root
+        self._targets: dict[str, int | None] = {}  # by pointer; None: unbounded, or not known yet: a recursion
+
+    def max_bytes(self, schema: Any, path: str) -> int | None:
+        """The bytes of a value at a path, at most; None: any number."""
+        if isinstance(schema, dict) and isinstance(pointer := schema.get("$ref"), str):
+            if pointer not in self._targets:
+                self._targets[pointer] = None
+                self._targets[pointer] = self.max_bytes(find_target(pointer, self._root), path)
+            elif self._targets[pointer] is None:
+                self.unbounded.append(path)
+            return self._targets[pointer]
+        if not isinstance(schema, dict):
+            self.unbounded.append(path)
+            return None
+        if (values := schema.get("enum", [schema["const"]] if "const" in schema else None)) is not None:
+            return max((len(json.dumps(value, ensure_ascii=False).encode()) for value in values), default=0)
+        if isinstance(alternatives := schema.get("anyOf") or schema.get("oneOf"), list):
+            return _greatest(self.max_bytes(one, path) for one in alternatives)
+        kinds = schema.get("type")
+        return _greatest(self._of_kind(one, schema, path) for one in (kinds if isinstance(kinds, list) else [kinds]))
+
+    def _of_kind(self, kind: Any, schema: Mapping[str, Any], path: str) -> int | None:
+        """See `max_bytes`: of the values of one type."""
+        if kind in ("boolean", "null"):
+            return len("false")
+        if kind in ("integer", "number"):
+            ends = schema.get("minimum"), schema.get("maximum")
+            is_whole = kind == "integer" and all(isinstance(end, int) for end in ends)
+            return max(2, *(len(str(end)) for end in ends)) if is_whole else None  # 2: -0
+        if kind == "string" and isinstance(schema.get("maxLength"), int):
+            return 2 + CHAR_BYTES * int(schema["maxLength"])
+        if kind == "array" and isinstance(schema.get("maxItems"), int) and "items" in schema:
+            item = self.max_bytes(schema["items"], f"{path}[]")
+            return None if item is None else 2 + BLANK_BYTES + schema["maxItems"] * (item + 1 + 2 * BLANK_BYTES)
+        if kind == "object" and schema.get("additionalProperties") is False and "patternProperties" not in schema:
+            inner = {
+                name: self.max_bytes(one, f"{path}.{name}" if path else name)
+                for name, one in (schema.get("properties") or {}).items()
+            }
+            known = [size for size in inner.values() if size is not None]
+            names = sum(len(json.dumps(name, ensure_ascii=False).encode()) for name in inner)
+            blanks = BLANK_BYTES * (1 + 3 * len(inner))
+            return None if len(known) < len(inner) else 2 + sum(known) + names + 2 * len(inner) + blanks
+        self.unbounded.append(path)
         return None
-    if (values := schema.get("enum", [schema["const"]] if "const" in schema else None)) is not None:
-        return max((len(json.dumps(value, ensure_ascii=False).encode()) for value in values), default=0)
-    if isinstance(alternatives := schema.get("anyOf") or schema.get("oneOf"), list):
-        return _greatest(_max_bytes(one, root, path, unbounded, above) for one in alternatives)
-    kinds = schema.get("type")
-    sizes = (
-        _of_kind(kind, schema, root, path, unbounded, above) for kind in (kinds if isinstance(kinds, list) else [kinds])
-    )
-    return _greatest(sizes)
-
-
-def _of_kind(
-    kind: Any, schema: Mapping[str, Any], root: Mapping[str, Any], path: str, unbounded: list[str],
-    above: frozenset[str],
-) -> int | None:  # fmt: skip
-    """See `_max_bytes`: of the values of one type."""
-    if kind in ("boolean", "null"):
-        return len("false")
-    if kind in ("integer", "number"):
-        ends = schema.get("minimum"), schema.get("maximum")
-        is_whole = kind == "integer" and all(isinstance(end, int) for end in ends)
-        return max(2, *(len(str(end)) for end in ends)) if is_whole else None  # 2: -0
-    if kind == "string" and isinstance(schema.get("maxLength"), int):
-        return 2 + CHAR_BYTES * int(schema["maxLength"])
-    if kind == "array" and isinstance(schema.get("maxItems"), int) and "items" in schema:
-        item = _max_bytes(schema["items"], root, f"{path}[]", unbounded, above)
-        return None if item is None else 2 + BLANK_BYTES + schema["maxItems"] * (item + 1 + 2 * BLANK_BYTES)
-    if kind == "object" and schema.get("additionalProperties") is False and "patternProperties" not in schema:
-        inner = {
-            name: _max_bytes(one, root, f"{path}.{name}" if path else name, unbounded, above)
-            for name, one in (schema.get("properties") or {}).items()
-        }
-        known = [size for size in inner.values() if size is not None]
-        names = sum(len(json.dumps(name, ensure_ascii=False).encode()) for name in inner)
-        blanks = BLANK_BYTES * (1 + 3 * len(inner))
-        return None if len(known) < len(inner) else 2 + sum(known) + names + 2 * len(inner) + blanks
-    unbounded.append(path)
-    return None
 
 
 def _greatest(sizes: Iterable[int | None]) -> int | None:

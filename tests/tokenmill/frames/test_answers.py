@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, field_validator
 from typing_extensions import TypedDict
 
 from tokenmill.errors import InvalidCall
-from tokenmill.frames.answer_schemas import AnswerBound
+from tokenmill.frames.answer_schemas import AnswerBound, bound_answer
 from tokenmill.frames.answers import INTEGER, answer_form
 
 
@@ -250,6 +250,33 @@ def test_given_a_form_when_bounded_then_it_has_the_longest_answer_or_what_has_no
     output: Any, max_bytes: int | None, unbounded: tuple[str, ...]
 ) -> None:
     assert answer_form(output).bound == AnswerBound(max_bytes, unbounded)
+
+
+class CountedSchema(dict[str, Any]):
+    """A schema that counts how often its type is looked at."""
+
+    looks = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.looks += key == "type"
+        return super().get(key, default)
+
+
+def test_given_references_that_double_with_each_level_when_bounded_then_each_schema_is_looked_at_once() -> None:
+    last = CountedSchema(type="string", maxLength=3)
+    levels = {f"n{i}": {"anyOf": [{"$ref": f"#/$defs/n{i + 1}"}] * 2} for i in range(12)}
+    schema = {"$ref": "#/$defs/n0", "$defs": {**levels, "n12": last}}
+
+    assert bound_answer(schema) == AnswerBound(20)
+    assert last.looks == 1
+
+
+def test_given_a_schema_that_is_nested_too_deep_when_bounded_then_it_has_no_bound() -> None:
+    schema: dict[str, Any] = {"type": "boolean"}
+    for _ in range(2_000):
+        schema = {"type": "array", "maxItems": 1, "items": schema}
+
+    assert bound_answer(schema) == AnswerBound(None)
 
 
 def test_given_bounded_fields_when_bounded_then_no_answer_that_the_grammar_takes_is_longer() -> None:
