@@ -130,7 +130,10 @@ class TiledProduct:
     def __init__(self, step: StepTiles, stacked: StackedLowRank) -> None:
         self._step = step
         self._stacked = stacked
-        self.place = stacked.place
+
+    def place(self, slot: int, change: LowRank | None) -> None:
+        """See `LowRankSlots.place`."""
+        self._stacked.place(slot, change)
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """See `LowRankSlots.add`."""
