@@ -141,8 +141,20 @@ def _usage(error: typer.TyperException) -> int:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "tokenmill"
     message = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
+    if path == "tokenmill run" and message.startswith("No such option"):
+        message = _sampling_hint(getattr(error, "option_name", "")) or message
     say(f"error: {message}; see '{path} --help'")
     return EXIT_USAGE
+
+
+def _sampling_hint(option: str) -> str | None:
+    """The message for an option that `run` lacks and that is a sampling parameter; None: it is none."""
+    from tokenmill.frames.options import Sampling
+
+    name = option.removeprefix("--").replace("-", "_")
+    if name not in Sampling.__annotations__:
+        return None
+    return f"No such option: {option}; with --prompt give --sampling {name}=VALUE, else {name} in each request's body"
 
 
 def _failed(error: Exception, *, debug: bool) -> int:

@@ -395,22 +395,24 @@ SampleRows = Annotated[
 # Of `run` over a table.
 
 TablePrompt = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--prompt",
         metavar="FILE",
         help="INPUT is a table (Parquet, CSV or JSONL: a path or a glob, also on s3://), and this a Jinja template "
-        "over its columns: the user's message of each row. OUT/table.parquet is the table with columns of answers.",
+        "over its columns: the user's message of each row. OUT/table.parquet is the table with columns of answers. In "
+        "place of a file it may be the text, with {{ or {%, such as 'Is this good? {{ review }}'.",
     ),
 ]
 TableSystem = Annotated[
-    Path | None, typer.Option("--system", metavar="FILE", help="With --prompt: the system message, a template too.")
+    str | None,
+    typer.Option("--system", metavar="FILE", help="With --prompt: the system message, likewise a file or a text."),
 ]
 OutputSchema = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         metavar="FILE",
-        help="With --prompt: the JSON schema that answers must have. Its type is the column's; "
+        help="With --prompt: the JSON schema that answers must have, a file or its text. Its type is the column's; "
         'texts to choose from are {"enum": ["good", "bad"]}.',
     ),
 ]

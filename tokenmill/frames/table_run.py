@@ -1,10 +1,11 @@
-"""`tokenmill run --prompt`: `tokenmill.map` with the table, the templates and the schema in files.
+"""`tokenmill run --prompt`: `tokenmill.map` with the table, the templates and the schema in files or as texts.
 
 The job is the one that `tokenmill.map` makes. Its answers become columns of OUT/table.parquet when it has ended.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,15 +37,16 @@ class TableOptions:
     """The command's options for tables.
 
     Attributes:
-        prompt, system: files of templates.  output_schema: a file with a JSON schema; None: answers are text.
+        prompt, system: templates, in files or as their texts.  output_schema: a JSON schema likewise; None: answers are
+            text.
         output_column: None: "answer".  sampling: each NAME=VALUE.
         adapter_column: the column with each row's adapter; None: all have the same.
         limit: only so many of the first rows.
     """
 
-    prompt: Path
-    system: Path | None = None
-    output_schema: Path | None = None
+    prompt: str
+    system: str | None = None
+    output_schema: str | None = None
     output_column: str | None = None
     sampling: Sequence[str] = ()
     adapter_column: str | None = None
@@ -66,8 +68,8 @@ class TableRun:
     def __init__(
         self, data: str, model: str, options: TableOptions, wanted: JobSettings, engine: EngineOptions
     ) -> None:
-        prompt = _read_text(options.prompt, "--prompt")
-        system = None if options.system is None else _read_text(options.system, "--system")
+        prompt, prompt_name = _template(options.prompt, "--prompt")
+        system, system_name = (None, "") if options.system is None else _template(options.system, "--system")
         form: Any = str if options.output_schema is None else _schema(options.output_schema)
         given = named_values(options.sampling, "--sampling", "temperature=0")
         sampling, others = split_options({name: _value(text) for name, text in given.items()}, MapOptions)
@@ -76,10 +78,9 @@ class TableRun:
         frame = open_frame(data)
         self._frame = frame if options.limit is None else frame.slice(0, options.limit)
         column = "answer" if options.output_column is None else options.output_column
-        parts = f"--prompt {options.prompt}", f"--system {options.system}"
         task = chat_task(
             prompt, system, form, sampling, max_tries=wanted.max_tries, adapter_column=options.adapter_column,
-            parts=parts,
+            parts=(prompt_name, system_name),
         )  # fmt: skip
         self._call = TableCall(self._frame, task, column)
         self._job = TableJob(self._call, model, wanted, engine)
@@ -120,27 +121,42 @@ class TableRun:
         output.say(f"{to}: {answered} of {output.count(added.num_rows)} rows have an answer")
 
 
-def _schema(path: Path) -> dict[str, Any]:
+def _schema(given: str) -> dict[str, Any]:
+    text, name = _text_of(given, "--output-schema", "a JSON object", is_text=given.lstrip().startswith("{"))
     try:
-        schema = orjson.loads(_read_text(path, "--output-schema"))
+        schema = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise UserError(f"--output-schema {path}: is not JSON: {error}") from error
+        raise UserError(f"{name}: is not JSON: {error}") from error
     if not isinstance(schema, dict):
-        raise InvalidCall(f"--output-schema {path}: must be a JSON object")
+        raise InvalidCall(f"{name}: must be a JSON object")
     return schema
 
 
-def _read_text(path: Path, option: str) -> str:
+def _template(given: str, option: str) -> tuple[str, str]:
+    """A template, and its name for messages."""
+    return _text_of(given, option, "a text with {{ COLUMN }}", is_text="{{" in given or "{%" in given)
+
+
+def _text_of(given: str, option: str, accepted: str, *, is_text: bool) -> tuple[str, str]:
+    """An option's text, and its name for messages. The option is the path of a file, or the text itself where it looks
+    like one and there is no such file. `accepted`: what text it takes, for messages. Raises `UserError`."""
+    is_file = os.path.lexists(given)
+    in_place = is_text and not is_file
+    name = option if in_place else f"{option} {given}"
     try:
-        with open_regular(path) as file:
-            data = file.read(MAX_TEMPLATE_CHARS + 1)
+        data = os.fsencode(given) if in_place else _read(Path(given))
         if len(data) > MAX_TEMPLATE_CHARS:
-            raise UserError(f"{option} {path}: has more than {MAX_TEMPLATE_CHARS} bytes; shorten it")
-        return data.decode()
+            raise UserError(f"{name}: has more than {MAX_TEMPLATE_CHARS} bytes; shorten it")
+        return data.decode(), name
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        hint = "; it takes the path of a file with the text" if "{" in str(path) or " " in str(path) else ""
-        raise UserError(f"{option} {path}: can't be read: {reason}{hint}") from error
+        hint = "" if is_file or in_place else f"; it takes the path of a file, or {accepted}"
+        raise UserError(f"{name}: can't be read: {reason}{hint}") from error
+
+
+def _read(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read(MAX_TEMPLATE_CHARS + 1)
 
 
 def _value(text: str) -> Any:

@@ -151,7 +151,11 @@ def test_given_wrong_files_or_options_when_run_then_no_job_is_made_and_the_messa
         (("in.parquet", "render.txt"), "row 0: --prompt render.txt: can't be rendered"),
         (("in.parquet", "none.txt"), "--prompt none.txt: can't be read: No such file"),
         (("in.parquet", "latin.txt"), "--prompt latin.txt: can't be read"),
-        (("in.parquet", "Is {{ item }} good?"), "No such file or directory; it takes the path of a file with the text"),
+        (("in.parquet", "Is it good?"), "No such file or directory; it takes the path of a file, or a text with {{"),
+        (("in.parquet", "Is {{ itm }} good?"), "error: --prompt: the data has no column 'itm'; did you mean 'item'"),
+        (("in.parquet", os.fsdecode(b"\xff {{ item }}")), "error: --prompt: can't be read"),
+        (("in.parquet", "item.txt", "--output-schema", '{"enum": '), "error: --output-schema: is not JSON"),
+        (("in.parquet", "item.txt", "--output-schema", "good, bad"), "takes the path of a file, or a JSON object"),
         (("in.parquet", "long.txt"), "--prompt long.txt: has more than 1048576 bytes"),
         (("in.parquet", "pipe.txt"), "pipe.txt: is no regular file"),
         (("in.parquet", "item.txt", "--output-schema", "list.json"), "list.json: must be a JSON object"),
@@ -179,6 +183,8 @@ def test_given_wrong_files_or_options_when_run_then_no_job_is_made_and_the_messa
         (("--prompt", "item.txt", "--dry-run", "--chat-template", "item.txt"), "takes no other --chat-template"),
         (("--prompt", "item.txt", "--model", "demo"), "takes one model"),
     ]
+    usage.append((("--max-tokens", 20), "No such option: --max-tokens; with --prompt give --sampling max_tokens=VALUE"))
+    usage.append((("--max-token", 20), "No such option: --max-token (Possible options"))
     for options, message in usage:
         ended = tokenmill("run", "in.parquet", "--model", "tiny", "--output", "out", *options)
         assert (ended.code, message in ended.error) == (2, True), ended.err
@@ -200,6 +206,21 @@ def test_given_a_folder_with_another_job_when_run_then_only_fresh_replaces_it_an
     assert not (files / "out/table.parquet").exists(), "it was another job's"
     assert run("in.parquet", "prompt.txt", "--fresh", *SHORT).code == 0
     assert pq.read_table(files / "out/table.parquet").num_rows == 3
+
+
+@pytest.mark.slow
+def test_given_texts_in_place_of_files_when_run_then_it_is_the_job_of_the_files(run: Cli, files: Path) -> None:
+    texts = (files / "prompt.txt").read_text(), (files / "system.txt").read_text(), json.dumps(SCHEMA)
+
+    of_files = run("in.parquet", "prompt.txt", "--system", "system.txt", "--output-schema", "schema.json", *SHORT)
+    before = digests(files / "out")
+    of_texts = run("in.parquet", texts[0], "--system", texts[1], "--output-schema", texts[2], *SHORT)
+    (files / "{{ item }}").write_text("{{ itme }}")
+    named = run("in.parquet", "{{ item }}", "--dry-run")
+
+    assert (of_files.code, of_texts.code) == (0, 0), of_texts.err
+    assert digests(files / "out") == before, "it is the same job"
+    assert "--prompt {{ item }}: the data has no column 'itme'" in named.err, "a file of that name is read"
 
 
 def test_given_a_dry_run_when_made_then_it_prints_the_plan_and_writes_nothing(run: Cli, files: Path) -> None:
