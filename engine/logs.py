@@ -12,7 +12,8 @@ from typing import Protocol
 
 
 class Logger(Protocol):
-    """The logger interface of the engine: one event a line, and values by name."""
+    """The logger interface of the engine: one event a line, and values by name. An info with `notice=True` explains a
+    wait: commands that show no other infos show it too, as a plain line."""
 
     def info(self, event: str, **values: object) -> object: ...
 

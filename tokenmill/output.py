@@ -53,11 +53,10 @@ def say(message: str) -> None:
 
 
 def announce_imports() -> None:
-    """Say to a terminal or notebook that the engine is imported now, if it isn't yet: torch and its libraries take
-    seconds, and half a minute on a busy machine."""
-    console = stderr()
-    if "torch" not in sys.modules and (console.is_terminal or console.is_jupyter):
-        console.print("importing the engine")
+    """Say that the engine is imported now, if it isn't yet: torch and its libraries take seconds, and half a minute on
+    a busy machine."""
+    if "torch" not in sys.modules:
+        say("importing the engine")
 
 
 def print_json(document: Any) -> None:

@@ -21,6 +21,10 @@ from pathlib import Path
 
 import torch
 
+from engine.logs import get_logger
+
+logger = get_logger(__name__)
+
 SOURCES = Path(__file__).parent / "csrc"
 
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
@@ -96,6 +100,7 @@ def build(instruction_set: str, cache: Path | None = None) -> Path:
         with _lock(cache):
             if library.exists():
                 return library
+            logger.info("compiling the kernels, once for this processor", notice=True, instruction_set=instruction_set)
             with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as folder:
                 built = _compile(compiler, instruction_set, Path(folder))
                 built.replace(library)  # atomic, because a process without the lock may build it at the same time

@@ -43,6 +43,7 @@ def bench(
 
     The result is remembered, and 'tokenmill estimate' uses it. For a workload file of your own, time 'tokenmill run'.
     """
+    output.announce_imports()
     from engine.engine import Engine, resolve_device, resolve_dtype
     from engine.models.load import describe_shape
     from tokenmill import bench_results

@@ -24,7 +24,8 @@ _ORDER: Final = ["timestamp", "level", "event"]
 def log_to_stderr(
     level: int = logging.WARNING, log_format: LogFormat = "text", command: str | None = None
 ) -> Callable[[str], None]:
-    """Set up this process's logs, once, before the parts start: one event a line, from `level` up.
+    """Set up this process's logs, once, before the parts start: one event a line, from `level` up. Of infos below it
+    only notices (see `engine.logs.Logger`) are shown, as plain lines.
 
     Args:
         command: name of the command, for JSON events.
@@ -32,7 +33,17 @@ def log_to_stderr(
     Returns:
         A function that reports that the process is up: by a plain line, or an event.
     """
+
+    def filter_infos(_logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        is_notice = event.pop("notice", False)
+        if method != "info" or level <= logging.INFO:
+            return event
+        if is_notice:
+            say(event["event"])
+        raise structlog.DropEvent
+
     before: list[structlog.types.Processor] = [
+        filter_infos,
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -50,7 +61,7 @@ def log_to_stderr(
         _catch_libraries(before, after)
     structlog.configure(
         processors=[*before, *after],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
+        wrapper_class=structlog.make_filtering_bound_logger(min(level, logging.INFO)),
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Stderr())),
     )
     return say if log_format == "text" else _log_up

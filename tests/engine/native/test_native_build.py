@@ -100,10 +100,15 @@ def test_a_dtype_that_the_kernels_lack_is_torchs(logged: list[dict[str, object]]
         native_library(EngineConfig(attention="native"), torch.float16, CPU)
 
 
-def test_a_compiler_failure_reports_its_first_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_failure_reports_its_first_error(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, logged: list[dict[str, object]]
+) -> None:
     monkeypatch.setenv("CXX", "g++ -include /nowhere/missing.h")
     with pytest.raises(NativeUnavailable, match=r"the compiler g\+\+ failed: .*error: /nowhere/missing\.h: No such"):
         build("avx2")
+    assert [(entry["event"], entry["notice"]) for entry in logged] == [
+        ("compiling the kernels, once for this processor", True)
+    ]
     assert list(cache.iterdir()) == []  # nothing half-built stays
     with pytest.raises(
         EngineError, match=r"attention 'native' is not available here: the compiler g\+\+ failed: .*missing"
@@ -119,7 +124,7 @@ def test_a_compiler_that_is_not_there_is_named(cache: Path, monkeypatch: pytest.
 
 @pytest.mark.exhaustive
 def test_what_was_built_is_taken_again_and_needs_no_compiler(
-    cache: Path, quick_compiler: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, quick_compiler: Path, monkeypatch: pytest.MonkeyPatch, logged: list[dict[str, object]]
 ) -> None:
     # Given a library that was built
     first = build("avx2")
@@ -127,6 +132,7 @@ def test_what_was_built_is_taken_again_and_needs_no_compiler(
     made = first.stat().st_mtime_ns
     # When it is requested again, then it is that one, also where there is no compiler any more
     assert build("avx2") == first
+    assert [entry["event"] for entry in logged] == ["compiling the kernels, once for this processor"]
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
     assert build("avx2") == first

@@ -1,4 +1,4 @@
-"""A call says at once, to people, that the engine is being imported: in a terminal, and nothing in a pipe."""
+"""A call says at once that the engine is being imported, in a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ def lines_before_torch(program: str, folder: Path, stderr: int) -> None:
     subprocess.run([sys.executable, "-c", CUT + program], cwd=folder, stderr=stderr, env=environment, check=True)
 
 
+BENCH = "sys.argv = 'tokenmill bench'.split()\nimport tokenmill.__main__\ntokenmill.__main__.main()"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [MAP, DRY_RUN, RUN, ESTIMATE])
+@pytest.mark.parametrize("program", [MAP, DRY_RUN, RUN, ESTIMATE, BENCH])
 def test_given_a_terminal_when_called_then_the_import_is_announced_before_it_begins(
     program: str, tmp_path: Path
 ) -> None:
@@ -75,9 +78,9 @@ def test_given_all_functions_when_they_are_looked_up_then_the_engine_is_not_impo
 
 
 @pytest.mark.slow
-def test_given_no_terminal_when_called_then_nothing_is_announced(tmp_path: Path) -> None:
+def test_given_no_terminal_when_called_then_the_import_is_announced_once(tmp_path: Path) -> None:
     log = tmp_path / "stderr"
     with log.open("wb") as file:
         lines_before_torch(MAP, tmp_path, file.fileno())
 
-    assert log.read_text() == f"{IMPORTED}\n"
+    assert log.read_text() == f"importing the engine\n{IMPORTED}\n"
