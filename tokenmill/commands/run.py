@@ -67,7 +67,7 @@ from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
     from tokenmill.config.engine_options import EngineOptions
-    from tokenmill.frames.job import TableEstimate
+    from tokenmill.frames.jobs.estimate import TableEstimate
     from tokenmill.local.cascade import CascadePlan
     from tokenmill.local.run_plan import RunPlan
 

@@ -21,7 +21,8 @@ from tokenmill.frames.tasks.task import Answers, Task
 from tokenmill.output import announce_imports
 
 if TYPE_CHECKING:
-    from tokenmill.frames.job import TableEstimate, TableJob
+    from tokenmill.frames.jobs.estimate import TableEstimate
+    from tokenmill.frames.jobs.job import TableJob
     from tokenmill.frames.records import CallRecord
 
 _COMMON: Final[Mapping[str, Callable[[pa.Table, list[str | None]], pa.Array]]] = {
@@ -98,7 +99,7 @@ class TableCall:
     """
 
     def __init__(self, frame: Frame, task: Task, output_column: str) -> None:
-        from tokenmill.frames.requests import TableRequests
+        from tokenmill.frames.jobs.requests import TableRequests
 
         self.frame, self.task = frame, task
         self.column = output_column
@@ -134,9 +135,9 @@ class TableCall:
         self, model: Model, given: Path | None, options: Mapping[str, Any], reuse: Any
     ) -> tuple[Answers, pa.Table]:
         """The job's answers and results, computed in this process."""
-        from tokenmill.frames.folders import job_folder
         from tokenmill.frames.former import former_results
-        from tokenmill.frames.results import no_results
+        from tokenmill.frames.jobs.folders import job_folder
+        from tokenmill.frames.jobs.results import no_results
 
         job = self._job(model, options)
         if not len(self.frame):
@@ -188,7 +189,7 @@ class TableCall:
 
     def _job(self, model: Model, options: Mapping[str, Any]) -> TableJob:
         announce_imports()
-        from tokenmill.frames.job import TableJob, engine_of
+        from tokenmill.frames.jobs.job import TableJob, engine_of
 
         engine = {name: value for name, value in options.items() if name in engine_names()}
         name, engine_options = name_and_options(model, engine)

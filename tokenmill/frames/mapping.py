@@ -20,7 +20,7 @@ from tokenmill.frames.tasks.chat import chat_task
 from tokenmill.frames.tasks.validation import Validate
 
 if TYPE_CHECKING:
-    from tokenmill.frames.job import TableEstimate
+    from tokenmill.frames.jobs.estimate import TableEstimate
 
 DataT = TypeVar("DataT")
 Files = str | os.PathLike[str]

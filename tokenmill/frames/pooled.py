@@ -21,7 +21,7 @@ from tokenmill.frames.tasks.scores import score_task
 from tokenmill.frames.tasks.vectors import vector_task
 
 if TYPE_CHECKING:
-    from tokenmill.frames.job import TableEstimate
+    from tokenmill.frames.jobs.estimate import TableEstimate
 
 
 @overload

@@ -22,7 +22,8 @@ from tokenmill.config.engine_options import EngineOptions, named_values
 from tokenmill.errors import InvalidCall, UserError
 from tokenmill.frames.calls import TableCall
 from tokenmill.frames.data.kinds import open_frame
-from tokenmill.frames.job import TableEstimate, TableJob
+from tokenmill.frames.jobs.estimate import TableEstimate
+from tokenmill.frames.jobs.job import TableJob
 from tokenmill.frames.options import MapOptions, split_options
 from tokenmill.frames.prompts import MAX_TEMPLATE_CHARS
 from tokenmill.frames.tasks.chat import chat_task

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from schemas.jobs.results import ResultRow, RowStatus, results_table
-from tokenmill.frames.results import in_row_order, result_columns
+from tokenmill.frames.jobs.results import in_row_order, result_columns
 from tokenmill.frames.tasks.chat import chat_task
 
 

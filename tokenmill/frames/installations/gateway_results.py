@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from schemas.jobs.arrow_schemas import RESULT_FIELDS
 from tokenmill.errors import UserError
-from tokenmill.frames.results import result_columns
+from tokenmill.frames.jobs.results import result_columns
 from tokenmill.frames.tasks.task import Task
 from tokenmill.jobs.http_backend import whole_lines
 from tokenmill.jobs.http_client import open_gateway, path_of

@@ -11,14 +11,14 @@ import pyarrow as pa
 from schemas.jobs.job import OnInvalid
 from tokenmill import output
 from tokenmill.errors import InvalidCall, StoppedWatching, UserError
-from tokenmill.frames.folders import TICKET, job_folder, write_into_job
 from tokenmill.frames.installations.gateway_results import read_from_gateway
 from tokenmill.frames.installations.root_results import read_from_root
 from tokenmill.frames.installations.target import JobTarget
 from tokenmill.frames.installations.ticket import Ticket, note_job, take_ticket
-from tokenmill.frames.requests import REQUESTS, parse_sample
+from tokenmill.frames.jobs.folders import TICKET, job_folder, write_into_job
+from tokenmill.frames.jobs.requests import REQUESTS, parse_sample
+from tokenmill.frames.jobs.results import in_row_order, no_results
 from tokenmill.frames.resident import Model, ResidentModel
-from tokenmill.frames.results import in_row_order, no_results
 from tokenmill.frames.tasks.task import Answers
 from tokenmill.jobs.backend import JobEnd
 from tokenmill.jobs.job_location import open_jobs

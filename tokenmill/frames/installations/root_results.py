@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 from pipeline.ledger.ledger import part_key
 from pipeline.results.verification import check_files
 from tokenmill.errors import UserError
-from tokenmill.frames.results import result_columns
+from tokenmill.frames.jobs.results import result_columns
 from tokenmill.frames.tasks.task import Task
 from tokenmill.root import open_root
 from tokenmill.settings import read_settings

@@ -13,7 +13,7 @@ from pipeline.adapters.folder.durable import LOCAL_DISK, write_durably
 from pipeline.adapters.folder.locks import RunLock
 from pipeline.inputs.regular_files import IrregularFile, open_regular_below
 from tokenmill.errors import InvalidCall, UserError
-from tokenmill.frames.folders import TICKET
+from tokenmill.frames.jobs.folders import TICKET
 
 MAX_TICKET_BYTES: Final = 1 << 20
 

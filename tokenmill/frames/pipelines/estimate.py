@@ -11,7 +11,8 @@ from tokenmill.errors import InvalidCall
 from tokenmill.frames.calls import TableCall
 from tokenmill.frames.data.frame import Frame
 from tokenmill.frames.data.kinds import DictsFrame
-from tokenmill.frames.job import TableEstimate, TableJob
+from tokenmill.frames.jobs.estimate import TableEstimate
+from tokenmill.frames.jobs.job import TableJob
 from tokenmill.frames.pipelines.bound import BoundStep
 
 WORD: Final = "word "

@@ -27,7 +27,7 @@ from tokenmill.output import announce_imports
 
 if TYPE_CHECKING:
     from schemas.jobs.inputs import InputRef
-    from tokenmill.frames.job import TableJob
+    from tokenmill.frames.jobs.job import TableJob
     from tokenmill.frames.pipelines.estimate import PipelineEstimate
     from tokenmill.frames.pipelines.rows import PipelineRows, StepColumns
     from tokenmill.frames.pipelines.step_jobs import StepJob
@@ -119,8 +119,8 @@ class Pipeline:
         """
         frame, steps = self._bound(data)
         announce_imports()
-        from tokenmill.frames.folders import job_folder
-        from tokenmill.frames.job import explained, how_to_go_on
+        from tokenmill.frames.jobs.folders import job_folder
+        from tokenmill.frames.jobs.job import explained, how_to_go_on
         from tokenmill.frames.pipelines.rows import StepColumns
 
         jobs = [StepColumns(one, self._job(one)) for one in steps]
@@ -191,7 +191,7 @@ class Pipeline:
     def _job(self, bound: BoundStep) -> TableJob:
         """The job of a step. Raises `InvalidCall`, with its name."""
         from tokenmill.config.job_options import job_settings
-        from tokenmill.frames.job import TableJob, engine_of
+        from tokenmill.frames.jobs.job import TableJob, engine_of
         from tokenmill.settings import read_settings
 
         model, given = self._model_of(bound), dict(bound.step.engine)

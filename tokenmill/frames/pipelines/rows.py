@@ -28,11 +28,11 @@ from schemas.requests.errors import RowError, RowErrorCode
 from tokenmill.errors import InvalidCall
 from tokenmill.frames.data.frame import BATCH_ROWS, Frame
 from tokenmill.frames.data.kinds import DictsFrame
-from tokenmill.frames.job import TableJob
+from tokenmill.frames.jobs.job import TableJob
+from tokenmill.frames.jobs.requests import TableRequests
+from tokenmill.frames.jobs.results import large, no_results, result_columns
 from tokenmill.frames.pipelines.bound import BoundStep
 from tokenmill.frames.pipelines.step_jobs import OpenSteps
-from tokenmill.frames.requests import TableRequests
-from tokenmill.frames.results import large, no_results, result_columns
 
 POLL_SECONDS: Final = 0.05
 CACHED_SEGMENTS: Final = 4

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from pipeline.adapters.folder.locks import RunLock
 from tokenmill.errors import InvalidCall
+from tokenmill.frames.jobs.requests import REQUESTS, TableRequests
 from tokenmill.frames.records import CallRecord, write_record
-from tokenmill.frames.requests import REQUESTS, TableRequests
 
 JOB: Final = "job.json"
 TICKET: Final = "submission.json"

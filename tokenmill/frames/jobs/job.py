@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,10 @@ from tokenmill.config.engine_options import EngineOptions, engine_options
 from tokenmill.config.former import FormerUnusable
 from tokenmill.config.inputs import pin
 from tokenmill.errors import InvalidCall
-from tokenmill.frames.folders import write_into_job
-from tokenmill.frames.requests import REQUESTS, FieldSharing, line_of, parse_sample
-from tokenmill.frames.results import in_row_order, result_columns
+from tokenmill.frames.jobs.estimate import TableEstimate, length_notes
+from tokenmill.frames.jobs.folders import write_into_job
+from tokenmill.frames.jobs.requests import REQUESTS, line_of, parse_sample
+from tokenmill.frames.jobs.results import in_row_order, result_columns
 from tokenmill.local.estimate import JobDryRuns
 from tokenmill.local.execute import run_with_progress
 from tokenmill.local.pricing import price_of_worker
@@ -44,55 +45,6 @@ from workers.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tokenmill.frames.calls import TableCall
-
-
-@dataclass(frozen=True, slots=True)
-class TableEstimate:
-    """What a job would take, by the dry run that `tokenmill estimate` makes.
-
-    Attributes:
-        rows: of the table.  computed: without copies, which are answered once.
-        prompt_tokens, shared_prefix_tokens: of all prompts; those of them that the prefix cache has.
-        expected_tokens, max_tokens: of all answers.
-        seconds, cost: on this machine; None: unknown before 'tokenmill bench', and without a price per hour.
-        sharing: what the order of `{% fields %}` saves; None without it.
-        shared_as_written: `shared_prefix_tokens` if the fields had the template's order; None without them, and with
-            `reuse`, whose answers are those of one order.
-        max_tries: of a row; all other numbers are those of one try each. None: answers are not judged.
-        reused: rows that take former answers, and are in none of the numbers behind `rows`; None: without `reuse`.
-        notes: what may not be expected, each a line.
-    """
-
-    rows: int
-    computed: int
-    prompt_tokens: int
-    shared_prefix_tokens: int
-    expected_tokens: int
-    max_tokens: int
-    seconds: float | None
-    cost: float | None
-    sharing: FieldSharing | None = None
-    shared_as_written: int | None = None
-    max_tries: int | None = None
-    reused: int | None = None
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        reused = "" if self.reused is None else f", {self.reused:,} reused"
-        lines = [f"rows             {self.rows:,} ({self.computed:,} computed{reused})"]
-        lines.append(f"input tokens     {self.prompt_tokens:,}")
-        lines.append(f"  shared         {self.shared_prefix_tokens:,}, read from the prefix cache, not computed again")
-        if self.shared_as_written is not None:
-            lines.append(f"  as written     {self.shared_as_written:,} shared if the fields had the template's order")
-        lines.append(f"output tokens    {self.expected_tokens:,} expected, {self.max_tokens:,} at most")
-        if self.max_tries is not None:
-            lines.append(f"tries            1 a row in these numbers, {self.max_tries} at most")
-        unknown = "unknown: 'tokenmill bench --model MODEL' measures it"
-        lines.append(f"time here        {unknown if self.seconds is None else output.duration(self.seconds)}")
-        if self.cost is not None:
-            lines.append(f"cost             {self.cost:.4f}")
-        lines += [f"note             {note}" for note in self.notes]
-        return "\n".join(lines)
 
 
 class TableJob:
@@ -197,14 +149,13 @@ class TableJob:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user may not expect of this job, each a line."""
-        notes, bound = self._requests.notes, self._task.bound
-        if bound is not None and bound.unbounded and not {"max_tokens", "max_completion_tokens"} & self._body.keys():
-            uses_own = self._engine.generation_config == "auto"
-            defaults = sampling_defaults(model_path(self._model.source.path)) if uses_own else None
-            limit = min(answer_limit(defaults, self._wanted.default_max_tokens), self._wanted.max_output_tokens)
-            names = ", ".join(bound.unbounded[:5]) + (", …" if len(bound.unbounded) > 5 else "")
-            notes.append(f"max_tokens is not given: an answer may have {limit:,} tokens, as {names} has no bound")
-        return tuple(notes)
+        return (*self._requests.notes, *length_notes(self._task.bound, self._body, self._answer_limit))
+
+    def _answer_limit(self) -> int:
+        """The most tokens of an answer without `max_tokens`."""
+        uses_own = self._engine.generation_config == "auto"
+        defaults = sampling_defaults(model_path(self._model.source.path)) if uses_own else None
+        return min(answer_limit(defaults, self._wanted.default_max_tokens), self._wanted.max_output_tokens)
 
     def say_notes(self) -> None:
         """Say them on stderr."""

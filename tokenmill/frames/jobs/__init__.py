@@ -1,0 +1,1 @@
+"""The jobs of tables in this process: their requests, folders, results and estimates."""
