@@ -154,7 +154,8 @@ class WorkspaceStruct(ctypes.Structure):
         ("logits_stride", c_int64), ("logits", c_void_p), ("factors", c_void_p), ("expert_scale", c_void_p),
         ("expert_output", c_void_p), ("expert_input", c_void_p), ("expert_gated", c_void_p), ("chosen", c_void_p),
         ("sorted", c_void_p), ("expert_starts", c_void_p), ("runs", c_void_p),
-        ("low_rank_stride", c_int64), ("plain_words", c_int64), ("low_rank", c_void_p), ("plain", c_void_p),
+        ("low_rank_stride", c_int64), ("delta_stride", c_int64), ("plain_words", c_int64),
+        ("low_rank", c_void_p), ("delta", c_void_p), ("plain", c_void_p),
         ("spent", c_void_p),
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ ROW_BLOCK = 128
 TILE_KEYS = 256
 ATTENTION_ROWS = 60
 QUANT_GROUP = 192
+STREAMED_ROWS = 128
 UNPACKED_ROWS = 240
 """As in csrc/api.h."""
 
@@ -123,6 +124,10 @@ class KernelWorkspace:
         if max_rank:
             strides["low_rank_stride"] = _padded(max_rank, panel)
             strides["plain_words"] = _padded(-(-hidden // element), 16) + _APART
+            strides["delta_stride"] = max(
+                strides["hidden_stride"], strides["qkv_stride"], 2 * _padded(intermediate, panel)
+            )
+            buffers["delta"] = torch.zeros(min(max_tokens, STREAMED_ROWS) * strides["delta_stride"])
             buffers["low_rank"] = torch.zeros(max_tokens * strides["low_rank_stride"])
             buffers["plain"] = torch.zeros(max_tokens * strides["plain_words"] + 16, dtype=torch.int32)
         if experts is not None:

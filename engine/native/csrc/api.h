@@ -165,8 +165,8 @@ struct Workspace {
     RunList* runs;
     // With adapters: A x, [tokens][low_rank_stride], and normed rows in the activations' kind, [tokens][plain_words], for
     // products whose operand is another.
-    int64_t low_rank_stride, plain_words;
-    float* low_rank;
+    int64_t low_rank_stride, delta_stride, plain_words;
+    float *low_rank, *delta;  // delta: B (A x), [STREAMED_ROWS][delta_stride]
     uint32_t* plain;
     int64_t* spent;  // or null: nanoseconds that the first thread spent in each Part, waiting for others included
 };
@@ -247,6 +247,7 @@ constexpr int QUANT_GROUP = 192;
 constexpr int RANGE_STRIDE = 16;      // two cache lines, which processors fetch together
 constexpr int ROW_BLOCK = 128;        // rows of a product that share a pass over a weight panel
 constexpr int UNPACKED_ROWS = 240;    // rows for which a panel of small weights is unpacked once
+constexpr int STREAMED_ROWS = 128;    // tokens of a step whose B (A x) may be computed before their products
 constexpr int TILE_KEYS = 256;        // keys whose scores are held at once
 constexpr int STATE_TOKENS = 32;      // of a segment, convolved together
 constexpr int ATTENTION_ROWS = 60;    // query rows (tokens x heads of one KV head) of an attention task

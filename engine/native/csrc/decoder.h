@@ -58,6 +58,7 @@ struct Decoder {
     int tokens;  // rows at hand: the step's, and in the last layer only those that are wanted
     int kept = 0;  // states that are kept already
     bool only_wanted = false;
+    bool streams = false;  // see `has_short_runs`
 
     float* line(const Member& me) const { return (float*)(space.thread_space + me.index * space.thread_bytes); }
 
@@ -141,10 +142,26 @@ struct Decoder {
 
     static bool is_plain_operand(const Linear& w) { return w.kind != KIND_I8 && !w.order; }
 
+    int place(int token) const { return step.adapters[only_wanted ? step.wanted[token] : token]; }
+
+    // The first token from `token` on that begins a run of neighbours with one adapter.
+    int run_from(int token) const {
+        while (token > 0 && token < tokens && place(token) == place(token - 1)) token++;
+        return token;
+    }
+
+    // Whether each adapter's B is read in one pass, before its product: panels that come to it by themselves read it a
+    // kilobyte at a time, and pay for that in steps of few tokens an adapter. There must be runs for all threads.
+    bool has_short_runs(int threads) const {
+        if (!step.adapters || tokens > STREAMED_ROWS) return false;
+        int runs = 0;
+        for (int t = 0; t < tokens; t = run_from(t + 1)) runs += place(t) >= 0;
+        return runs >= 2 * threads && tokens < 8 * runs;
+    }
+
     // Calls f(begin, end, low) for each run of neighbours among these tokens with one adapter that changes the product.
     template <class F> void for_changes(const Layer& layer, Product product, int first, int last, F f) const {
         if (!step.adapters || !layer.adapters) return;
-        const auto place = [&](int t) { return step.adapters[only_wanted ? step.wanted[t] : t]; };
         for (int begin = first, end; begin < last; begin = end) {
             const int of_run = place(begin);
             for (end = begin + 1; end < last && place(end) == of_run;) end++;
@@ -154,10 +171,12 @@ struct Decoder {
         }
     }
 
-    // A x of each token with its adapter: neighbours with the same one together. x: rows in the activations' kind.
-    void shrink(Member& me, const Layer& layer, Product product, const u32* x, int64_t lda) const {
+    // A x of each token with its adapter, neighbours with the same one together, and where `streams`, B (A x) of w's panels
+    // too. x: rows in the activations' kind.
+    void shrink(Member& me, const Layer& layer, Product product, const Linear& w, const u32* x, int64_t lda) const {
         if (!step.adapters || !layer.adapters) return;
-        me.share_rows(tokens, 8, [&](int first, int last) {
+        me.share_rows(tokens, streams ? 1 : 8, [&](int first, int last) {
+            if (streams) first = run_from(first), last = run_from(last);
             for_changes(layer, product, first, last, [&](int begin, int end, const LowRank& low) {
                 float* to = space.low_rank + begin * space.low_rank_stride;
                 panel_task(*me.team, shape.activations, low.a, 0, (low.a.n + PANEL - 1) / PANEL, x + begin * lda, lda, nullptr,
@@ -166,6 +185,9 @@ struct Decoder {
                                store_panel(low.a, panel, count, c, to + from * space.low_rank_stride,
                                            space.low_rank_stride);
                            });
+                for (int p = 0; streams && p < (w.n + PANEL - 1) / PANEL; p++)
+                    expand(low, p, begin, end, space.delta + begin * space.delta_stride + p * PANEL, space.delta_stride,
+                           false);
             });
         });
         me.book(PART_ADAPTERS);
@@ -174,15 +196,22 @@ struct Decoder {
     // As `shrink`, of normed rows: `input`, or `plain` where that is the operand of w in another form.
     void shrink_normed(Member& me, const Layer& layer, Product product, const Linear& w) const {
         const bool plain = is_plain_operand(w);
-        shrink(me, layer, product, plain ? space.input : space.plain, plain ? space.input_words : space.plain_words);
+        shrink(me, layer, product, w, plain ? space.input : space.plain, plain ? space.input_words : space.plain_words);
+    }
+
+    void expand(const LowRank& low, int panel, int begin, int end, float* c, int64_t ldc, bool adds) const {
+        (shape.activations == KIND_F32 ? expand_panel<float> : expand_panel<uint16_t>)(
+            low, panel, end - begin, space.low_rank + begin * space.low_rank_stride, space.low_rank_stride, c, ldc, adds);
     }
 
     // Adds B (A x) to one panel of a product, c [count][PANEL], of the tokens from `first` on.
-    void expand(const Layer& layer, Product product, int first, int count, int panel, float* c) const {
+    void add_changes(const Layer& layer, Product product, int first, int count, int panel, float* c) const {
         for_changes(layer, product, first, first + count, [&](int begin, int end, const LowRank& low) {
-            (shape.activations == KIND_F32 ? add_low_rank<float> : add_low_rank<uint16_t>)(
-                low, panel, end - begin, space.low_rank + begin * space.low_rank_stride, space.low_rank_stride,
-                c + (begin - first) * PANEL);
+            float* to = c + (begin - first) * PANEL;
+            if (!streams) return expand(low, panel, begin, end, to, PANEL, true);
+            const float* from = space.delta + begin * space.delta_stride + panel * PANEL;
+            for (int t = begin; t < end; t++, to += PANEL, from += space.delta_stride)
+                for (int v = 0; v < PANEL; v += VL) store(to + v, add(load(to + v), load(from + v)));
         });
     }
 
@@ -194,7 +223,7 @@ struct Decoder {
                    (uint8_t*)line(me),
                    [&](int row, int panel) { return space.qkv + row * space.qkv_stride + panel * PANEL; },
                    [&](int first, int count, int panel, float* c) {
-                       expand(layer, PRODUCT_QKV, first, count, panel, c);
+                       add_changes(layer, PRODUCT_QKV, first, count, panel, c);
                        // Where some of these tokens will be kept is fetched after each panel: a decoding token's slot is
                        // cold, and scattered over its block.
                        for (int r = panel; r < count; r += panels) {
@@ -288,7 +317,7 @@ struct Decoder {
     void project(Member& me, const Layer& layer, Product product, const u32* x, int64_t stride, bool joins) const {
         const Linear& w = product == PRODUCT_OUTPUT ? layer.output : layer.down;
         const int64_t words = shape.activations == KIND_F32 ? stride : stride / 2;
-        shrink(me, layer, product, x, words);
+        shrink(me, layer, product, w, x, words);
         int64_t lda;
         const u32* a = as_operand(me, shape.activations, w, x, words, tokens, space, &lda);
         for_panels(me, shape.activations, w, a, lda, space.row_scale, space.scale_stride, tokens, (uint8_t*)line(me),
@@ -296,7 +325,7 @@ struct Decoder {
                        return (joins ? space.residual : space.update) + row * space.hidden_stride + panel * PANEL;
                    },
                    [&](int first, int count, int panel, float* c) {
-                       expand(layer, product, first, count, panel, c);
+                       add_changes(layer, product, first, count, panel, c);
                        float* to = (joins ? space.residual : space.update) + first * space.hidden_stride + panel * PANEL;
                        for (int r = 0; r < count; r++, to += space.hidden_stride)
                            for (int v = 0; v < PANEL; v += VL) {
@@ -321,7 +350,7 @@ struct Decoder {
                        return (const uint8_t*)space.gated + at * (shape.activations == KIND_F32 ? 4 : 2);
                    },
                    [&](int first, int count, int panel, float* c) {
-                       expand(layer, PRODUCT_GATE_UP, first, count, panel, c);
+                       add_changes(layer, PRODUCT_GATE_UP, first, count, panel, c);
                        for (int r = 0; r < count; r++)
                            write_inner(shape.activations, shape.gate, c + r * PANEL, space.gated,
                                        (first + r) * space.gated_stride + panel * inner_width(shape.gate));
@@ -333,6 +362,7 @@ void forward(Team* team, int32_t member, const DecoderShape* shape, const Layer*
              const float* norm, const Step* step, const Workspace* space) {
     Member me(team, member, space->spent);
     Decoder decoder{*shape, *step, *space, step->tokens};
+    decoder.streams = decoder.has_short_runs(team->size);
     decoder.embed(me, embedding);
     const float* update_norm = nullptr;
     for (int i = 0; i < shape->num_layers; i++) {

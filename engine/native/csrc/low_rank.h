@@ -44,14 +44,14 @@ int32_t pack_low_rank(int32_t kind, int32_t padded, int32_t rank, const float* f
 inline vf load_factor(const float* b) { return load(b); }
 inline vf load_factor(const uint16_t* b) { return load_bf16(b); }
 
-// c [R][PANEL] += B x. x: R rows of A x, `stride` apart, from the first half's first column of B on; the second half's
-// begins `other` elements behind it. Sums run over the columns of B in order for any R, so a row's result does not depend
-// on the rows beside it.
+// c [R][ldc] = B x, or c += B x. x: R rows of A x, `stride` apart, from the first half's first column of B on; the second
+// half's begins `other` elements behind it. Sums start from zero and run over the columns of B in order, for any R and
+// wherever they go, so a row's result does not depend on the rows beside it.
 template <class E, int R, bool SAME>
-void add_rows(const float* x, int64_t stride, int64_t other, const E* b, int count, float* c) {
+void multiply_b(const float* x, int64_t stride, int64_t other, const E* b, int count, float* c, int64_t ldc, bool adds) {
     vf sums[R][2];
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++) sums[r][0] = load(c + r * PANEL), sums[r][1] = load(c + r * PANEL + VL);
+    for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = zero();
     // Rows are reached from every third one, as in product.h.
     const float *x3 = x + 3 * stride, *x6 = x + 6 * stride, *x9 = x + 9 * stride;
     for (int j = 0; j < count; j++, b += PANEL) {
@@ -65,34 +65,36 @@ void add_rows(const float* x, int64_t stride, int64_t other, const E* b, int cou
         }
     }
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++) store(c + r * PANEL, sums[r][0]), store(c + r * PANEL + VL, sums[r][1]);
+    for (int r = 0; r < R; r++, c += ldc)
+        for (int v = 0; v < 2; v++) store(c + v * VL, adds ? add(load(c + v * VL), sums[r][v]) : sums[r][v]);
 }
 
-template <class E> using AddRows = void (*)(const float*, int64_t, int64_t, const E*, int, float*);
+template <class E> using MultiplyB = void (*)(const float*, int64_t, int64_t, const E*, int, float*, int64_t, bool);
 
-template <class E, bool SAME> inline AddRows<E> add_rows_of(int rows) {
-    static const AddRows<E> table[] = {add_rows<E, 1, SAME>, add_rows<E, 2, SAME>, add_rows<E, 3, SAME>,
-                                       add_rows<E, 4, SAME>, add_rows<E, 5, SAME>, add_rows<E, 6, SAME>,
+template <class E, bool SAME> inline MultiplyB<E> multiply_b_of(int rows) {
+    static const MultiplyB<E> table[] = {multiply_b<E, 1, SAME>, multiply_b<E, 2, SAME>, multiply_b<E, 3, SAME>,
+                                         multiply_b<E, 4, SAME>, multiply_b<E, 5, SAME>, multiply_b<E, 6, SAME>,
 #if defined(__AVX512F__)
-                                       add_rows<E, 7, SAME>, add_rows<E, 8, SAME>, add_rows<E, 9, SAME>,
-                                       add_rows<E, 10, SAME>, add_rows<E, 11, SAME>, add_rows<E, 12, SAME>
+                                         multiply_b<E, 7, SAME>, multiply_b<E, 8, SAME>, multiply_b<E, 9, SAME>,
+                                         multiply_b<E, 10, SAME>, multiply_b<E, 11, SAME>, multiply_b<E, 12, SAME>
 #endif
     };
     return table[rows - 1];
 }
 
-// Adds B (A x) to one panel of a product, c [rows][PANEL], for rows with one adapter. x: A x of each, `stride` apart.
-template <class E> void add_low_rank(const LowRank& low, int panel, int rows, const float* x, int64_t stride, float* c) {
+// B (A x) of one panel, into c [rows][ldc] or added to it, for rows with one adapter. x: A x of each, `stride` apart.
+template <class E>
+void expand_panel(const LowRank& low, int panel, int rows, const float* x, int64_t stride, float* c, int64_t ldc, bool adds) {
     const PanelRanks& ranks = low.ranks[panel];
     const E* b = (const E*)low.b + int64_t(ranks.before) * PANEL;
-    // The next panel's columns lie behind these, but the panels of the weight and of other adapters are read in between.
+    // The next panel's columns lie behind these, but where results are added, the weight and other adapters are read first.
     const char* next = (const char*)(b + ranks.count * PANEL);
     for (int line = 0; line < int(ranks.count * PANEL * sizeof(E)); line += 64) __builtin_prefetch(next + line);
     const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, other = ranks.second - ranks.first;
     for (int t = 0; t < tiles; t++) {
         const int begin = int(long(rows) * t / tiles), count = int(long(rows) * (t + 1) / tiles) - begin;
-        (other ? add_rows_of<E, false> : add_rows_of<E, true>)(count)(
-            x + begin * stride + ranks.first, stride, other, b, ranks.count, c + begin * PANEL);
+        (other ? multiply_b_of<E, false> : multiply_b_of<E, true>)(count)(
+            x + begin * stride + ranks.first, stride, other, b, ranks.count, c + begin * ldc, ldc, adds);
     }
 }
 

@@ -169,13 +169,20 @@ def test_quantized_bases_add_the_same_low_rank_products(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_has_the_same_tokens_alone_and_in_any_batch(work: Work, dtype: str) -> None:
+def test_a_row_has_the_same_tokens_and_logprobs_alone_and_in_any_batch(work: Work, dtype: str) -> None:
+    # Steps of several rows and few of each adapter compute B (A x) before their products, those of one row within them.
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, logprobs=3)
+    requests = [replace(request, params=params) for request in work.requests()]
     batched, alone = work.engine(4, dtype=dtype), work.engine(1, dtype=dtype)
-    done = {completion.request_id: tokens_of(completion) for completion in batched.run(work.requests())}
+    done = {completion.request_id: completion for completion in batched.run(requests)}
     assert "native" in batched.attention_name
-    for request in work.requests():
+    for request in requests:
         (one,) = alone.run([request])
-        assert tokens_of(one) == done[request.request_id]
+        assert tokens_of(one) == tokens_of(done[request.request_id])
+        found, expected = (completion.choices[0].logprobs for completion in (one, done[request.request_id]))
+        assert found is not None
+        assert expected is not None
+        assert (found.top == expected.top).all()
 
 
 def test_many_adapters_go_through_few_places(work: Work, adapters: ModuleType, tmp_path: Path) -> None:
