@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from schemas.prices import PriceBookError, read_price_book
 from tokenmill.errors import UserError
@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from schemas.prices import Market, PriceBook
     from schemas.settings.settings import InstanceOptions, Settings
     from tokenmill.local.run_plan import RunPlan
+
+NO_PRICE: Final = (
+    "this machine has no price per hour; give --price-per-hour, or set TOKENMILL_PRICE_PER_HOUR or "
+    "TOKENMILL_INSTANCE__TYPE"
+)
+"""Why a cost is unknown, and the fix."""
 
 
 def load_price_book(path: Path | None) -> PriceBook:
@@ -97,7 +103,4 @@ class EstimatePrices:
 def check_limit(plan: RunPlan) -> None:
     """Check that a plan with a spending limit has a price; raises `UserError`."""
     if plan.max_cost is not None and plan.price_per_hour is None:
-        raise UserError(
-            "--max-cost can't be enforced: this machine has no price per hour; give --price-per-hour, or set "
-            "TOKENMILL_PRICE_PER_HOUR or TOKENMILL_INSTANCE__TYPE"
-        )
+        raise UserError(f"--max-cost can't be enforced: {NO_PRICE}")

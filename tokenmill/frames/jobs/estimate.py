@@ -9,6 +9,7 @@ from typing import Any
 from tokenmill import output
 from tokenmill.frames.answer_schemas import AnswerBound
 from tokenmill.frames.jobs.requests import FieldSharing
+from tokenmill.local.pricing import NO_PRICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class TableEstimate:
         rows: of the table.  computed: without copies, which are answered once.
         prompt_tokens, shared_prefix_tokens: of all prompts; those of them that the prefix cache has.
         expected_tokens, max_tokens: of all answers.
-        seconds, cost: on this machine; None: unknown before 'tokenmill bench', and without a price per hour.
+        seconds: on this machine; None: unknown before 'tokenmill bench'.
+        cost: of that time; None: unknown without the time, or without a price.  price_per_hour: None: unknown.
         sharing: what the order of `{% fields %}` saves; None without it.
         shared_as_written: `shared_prefix_tokens` if the fields had the template's order; None without them, and with
             `reuse`, whose answers are those of one order.
@@ -41,6 +43,7 @@ class TableEstimate:
     max_tries: int | None = None
     reused: int | None = None
     notes: tuple[str, ...] = ()
+    price_per_hour: float | None = None
 
     def __str__(self) -> str:
         reused = "" if self.reused is None else f", {self.reused:,} reused"
@@ -54,8 +57,8 @@ class TableEstimate:
             lines.append(f"tries            1 a row in these numbers, {self.max_tries} at most")
         unknown = "unknown: 'tokenmill bench --model MODEL' measures it"
         lines.append(f"time here        {unknown if self.seconds is None else output.duration(self.seconds)}")
-        if self.cost is not None:
-            lines.append(f"cost             {self.cost:.4f}")
+        unknown = f"unknown: {NO_PRICE}" if self.price_per_hour is None else "unknown, as the time is"
+        lines.append(f"cost             {unknown if self.cost is None else format(self.cost, '.4f')}")
         lines += [f"note             {note}" for note in self.notes]
         return "\n".join(lines)
 

@@ -206,7 +206,7 @@ class TableJob:
         return TableEstimate(
             amount.rows, amount.unique, amount.prompt_tokens, amount.shared_prefix_tokens,
             min(amount.expected_tokens, max_tokens), max_tokens, seconds, cost, sharing, as_written,
-            self._wanted.max_tries, None if reuse is None else amount.reused,
+            self._wanted.max_tries, None if reuse is None else amount.reused, price_per_hour=price,
         )  # fmt: skip
 
     def _max_tokens(self, amount: InputEstimate, chat: ChatOptions | None) -> int:

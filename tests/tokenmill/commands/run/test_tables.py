@@ -225,9 +225,12 @@ def test_given_texts_in_place_of_files_when_run_then_it_is_the_job_of_the_files(
 
 def test_given_a_dry_run_when_made_then_it_prints_the_plan_and_writes_nothing(run: Cli, files: Path) -> None:
     shown = run("in.parquet", "prompt.txt", "--dry-run", *SHORT)
+    priced = run("in.parquet", "prompt.txt", "--dry-run", "--price-per-hour", 2, *SHORT)
     ended = run("in.parquet", "prompt.txt", "--dry-run", "--limit", 2, "--json", *SHORT)
 
     assert (shown.code, ended.code) == (0, 0), ended.err
+    assert "cost unknown: this machine has no price per hour; give --price-per-hour" in " ".join(shown.out.split())
+    assert "cost unknown, as the time is" in " ".join(priced.out.split())
     assert "shared if the fields had the template's order" in shown.out
     assert (ended.json()["rows"], ended.json()["max_tokens"]) == (2, 4)
     assert not (files / "out").exists()
