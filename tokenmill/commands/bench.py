@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
 from tokenmill import output
 from tokenmill.config.cli_options import Debug, DType, EngineOption, EngineOptionValues, Json, KvDType, Quantize
+from tokenmill.errors import Interrupted
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
     from tokenmill.config.engine_options import EngineOptions
     from tokenmill.config.job_options import ChosenModel
-    from tokenmill.local.bench import Measurement
+    from tokenmill.local.bench import Case, Measurement
 
 
 def bench(
@@ -33,7 +36,7 @@ def bench(
         list[int] | None,
         typer.Option(min=1, help="Batch sizes for decode. Repeat for several. [default: 1, 16, 64, 128]"),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Times each thing is measured, after one warm-up.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Times each thing is measured, fewer where that takes long.")] = 3,
     rows: Annotated[int, typer.Option(min=1, help="Requests for the pipeline without a model.")] = 2000,
     as_json: Json = False,
     _debug: Debug = False,
@@ -41,7 +44,9 @@ def bench(
     """Measure this machine: the scheduler and the pipeline with nothing to compute, then prefill and decode. Of vLLM,
     prefill and decode only.
 
-    The result is remembered, and 'tokenmill estimate' uses it. For a workload file of your own, time 'tokenmill run'.
+    It takes about a minute and a half for the demo model on two cores. Each thing is measured at least once, so larger
+    models take longer. The result is stored when all of it is measured, and 'tokenmill estimate' and dry runs use it.
+    For a workload file of your own, time 'tokenmill run'.
     """
     output.announce_imports()
     from engine.engine import Engine, resolve_device, resolve_dtype
@@ -70,18 +75,17 @@ def bench(
     if chosen.engine == "vllm":
         _bench_vllm(chosen, options, config, batches, repeats, as_json=as_json)
         return
-    output.say("measuring scheduler and pipeline")
-    results = [measure.scheduler()]
-    rows_per_second = measure.pipeline(chosen, rows)
     spec, _ = describe_shape(path, dtype=resolve_dtype(dtype, resolve_device("auto")))
-    unsized = replace(config, schedule=replace(config.schedule, max_num_seqs=None))
-    schedule = sized(unsized, spec, path).schedule  # before the engine takes the memory
-    output.say(f"loading {chosen.name}")
-    engine = Engine.load(path, replace(config, own_models=chosen.engine != "transformers"))
-    works = []
-    for case in measure.cases(engine, batches):
-        output.say(case.name)
-        works.append(measure.timed(engine, case, repeats))
+    cases = measure.cases(spec, config.schedule.rows, batches, repeats)
+    with _Stages(2 + len(cases)) as stages:
+        stages.begin("scheduler and pipeline, without the model")
+        results = [measure.scheduler()]
+        rows_per_second = measure.pipeline(chosen, rows)
+        unsized = replace(config, schedule=replace(config.schedule, max_num_seqs=None))
+        schedule = sized(unsized, spec, path).schedule  # before the engine takes the memory
+        stages.begin(f"loading {chosen.name}")
+        engine = Engine.load(path, replace(config, own_models=chosen.engine != "transformers"))
+        works = measure.timed_cases(engine, stages.of(cases, repeats), repeats)
     times = measure.step_times(works)
     results += [work.measurement for work in works]
     best = max(results[2 : 2 + len(batches)], key=lambda result: result.tokens_per_second)
@@ -123,6 +127,51 @@ def bench(
     )
 
 
+class _Stages:
+    """Announces the numbered stages of a measurement, each with the time left as far as it is known; Ctrl-C within its
+    `with` block says what it costs.
+
+    Args:
+        total: number of the stages.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total, self._number = total, 0
+        self._began = time.monotonic()
+        self._left: float | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or not issubclass(kind, KeyboardInterrupt):
+            return
+        spent = time.monotonic() - self._began
+        left = "" if self._left is None else f" of about {output.duration(spent + self._left)}"
+        raise Interrupted(
+            f"interrupted in stage {self._number} of {self._total}, after {output.duration(spent)}{left}: nothing was "
+            "stored, because an estimate needs all stages"
+        )
+
+    def begin(self, name: str) -> None:
+        """Begin the next stage."""
+        self._number += 1
+        left = "" if self._left is None else f" (about {output.duration(self._left)} left)"
+        output.say(f"{self._number} of {self._total}: {name}{left}")
+
+    def of(self, cases: Sequence[Case], repeats: int) -> Iterator[Case]:
+        """The cases, each one a stage."""
+        from tokenmill.local.bench import seconds_left
+
+        done: list[tuple[Case, float]] = []
+        for index, case in enumerate(cases):
+            self._left = seconds_left(done, cases[index:], repeats)
+            self.begin(case.name)
+            began = time.monotonic()
+            yield case
+            done.append((case, time.monotonic() - began))
+
+
 def _bench_vllm(
     chosen: ChosenModel,
     options: EngineOptions,
@@ -137,11 +186,15 @@ def _bench_vllm(
     from tokenmill.local import bench as measure
     from workers.model.loaded_model import LoadedModel
 
-    output.say(f"loading {chosen.name}")
-    model = LoadedModel.load(
-        chosen.source.path, name=chosen.name, config=config, engine_name="vllm", vllm_options=options.vllm
-    )
-    results = measure.rates(model.engine, model.limits.vocab_size, batches, repeats)
+    cases = measure.rate_cases(batches, repeats)
+    with _Stages(1 + len(cases)) as stages:
+        stages.begin(f"loading {chosen.name}")
+        model = LoadedModel.load(
+            chosen.source.path, name=chosen.name, config=config, engine_name="vllm", vllm_options=options.vllm
+        )
+        results = [
+            measure.rate(model.engine, model.limits.vocab_size, case, repeats) for case in stages.of(cases, repeats)
+        ]
     best = max(results[1:], key=lambda result: result.tokens_per_second)
     speed = bench_results.MeasuredSpeed(
         model=str(model.digest),

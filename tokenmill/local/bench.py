@@ -1,18 +1,20 @@
 """Benchmarks of this machine: prefill and decode of a model, and the scheduler and pipeline without a model.
 
 Prompts are random token ids from a fixed seed, so that no two share a prefix, and answers ignore end tokens, so that
-every run computes the same positions. Decode is measured after all prompts are in the cache.
+every run computes the same positions. Decode is measured after all prompts are in the cache, in windows of steps of one
+batch. A thing is measured again only within `STAGE_SECONDS`: steps of equal work differ little.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +23,7 @@ import torch
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from engine.dry_run import DryRun
-from engine.engine import Engine
+from engine.engine import Engine, resolve_device
 from engine.errors import EngineError
 from engine.models.base import ModelSpec
 from engine.models.load import describe_model
@@ -45,16 +47,21 @@ if TYPE_CHECKING:
 
 SEED = 0
 PREFILL_TOKENS = 256
-PREFILL_ROWS = 16
+PREFILL_ROWS = 8
+"""Prompts that fill one step of 2,048 positions."""
 SHORT_TOKENS = 128
 LONGEST_TOKENS = 1984
 """A prompt whose tokens attend to many others, within a step of 2,048 positions."""
 DECODE_PROMPT_TOKENS = 32
 DECODE_TOKENS = 64
+WARM_STEPS = 4
+"""Steps of decode before the first window. They also compute the rest of the prompts."""
+WINDOW_STEPS = 16
 LONG_TOKENS = 512
-LONG_ROWS = 32
+LONG_ROWS = 8
 """In total more keys and values than a processor's caches hold, as in a real batch."""
-LONG_ANSWERS = 16
+STAGE_SECONDS = 5.0
+"""No measurement is repeated after so long."""
 SCHEDULER_ROWS = 256
 WORDS = ("river", "stone", "lantern", "copper", "autumn", "window", "garden", "bridge", "letter", "harbour", "winter")
 
@@ -104,6 +111,20 @@ class Case:
         return self.decoding and self.prompt != DECODE_PROMPT_TOKENS
 
     @property
+    def windows(self) -> int:
+        """Of decode, that the answers have room for."""
+        return (self.answer - 1 - WARM_STEPS) // WINDOW_STEPS
+
+    def seconds(self, repeats: int, position: float) -> float:
+        """Roughly, of measuring it, where computing a position takes `position` seconds. A step of decode takes longer
+        for each position than one of prompts, and has a minimum."""
+        fill = self.rows * self.prompt * position
+        if not self.decoding:
+            return fill * min(repeats, math.ceil(STAGE_SECONDS / fill))
+        window = WINDOW_STEPS * (8 + 1.5 * self.rows) * position
+        return fill + window * (WARM_STEPS / WINDOW_STEPS + min(self.windows, math.ceil(STAGE_SECONDS / window)))
+
+    @property
     def name(self) -> str:
         if not self.decoding:
             return f"prefill, {'prompts' if self.rows > 1 else 'a prompt'} of {self.prompt} tokens"
@@ -126,63 +147,120 @@ class TimedWork:
     seconds: float
 
 
-def rates(engine: StepEngine, vocab_size: int, batches: Sequence[int], repeats: int) -> list[Measurement]:
-    """Measure prefill, and decode in these batches, of any engine."""
-    wanted = [Case(PREFILL_ROWS, PREFILL_TOKENS, 1, decoding=False)]
-    wanted += [Case(size, DECODE_PROMPT_TOKENS, DECODE_TOKENS, decoding=True) for size in batches]
-    return [_measured(case.name, case.rows, _runs(engine, vocab_size, case, repeats)[1:]) for case in wanted]
+def rate(engine: StepEngine, vocab_size: int, case: Case, repeats: int) -> Measurement:
+    """Measure a case of any engine."""
+    return _measured(case.name, case.rows, _runs(engine, vocab_size, case, repeats, is_warm=False))
 
 
-def _runs(engine: StepEngine, vocab_size: int, case: Case, repeats: int) -> list[_Run]:
-    """Run a case once to warm up (kernels are chosen, memory is touched) and then `repeats` times."""
-    runs = []
-    for repeat in range(repeats + 1):
-        _fill(engine, _prompts(vocab_size, case.rows, case.prompt, repeat), case.answer)
-        if case.decoding:
-            _until_all_decode(engine, case.rows * case.prompt)
-        runs.append(_drain(engine))
+def rate_cases(batches: Sequence[int], repeats: int) -> list[Case]:
+    """The cases of prefill, and of decode in these batches."""
+    answer = _answer_tokens(repeats)
+    return [
+        Case(PREFILL_ROWS, PREFILL_TOKENS, 1, decoding=False),
+        *(Case(size, DECODE_PROMPT_TOKENS, answer, decoding=True) for size in batches),
+    ]
+
+
+def _runs(engine: StepEngine, vocab_size: int, case: Case, repeats: int, *, is_warm: bool) -> list[_Run]:
+    """Measure a case up to `repeats` times, within `STAGE_SECONDS`. `is_warm`: prefill needs no warm-up."""
+    runs: list[_Run] = []
+    if case.decoding:
+        _fill(engine, _prompts(vocab_size, case.rows, case.prompt, 0), case.answer)
+        _until_all_decode(engine, case.rows * case.prompt)
+        _steps_of(engine, WARM_STEPS)
+        while len(runs) < case.windows and _has_time(runs):
+            runs.append(_steps_of(engine, WINDOW_STEPS))
+        _cancel(engine, case.rows)
+        return runs
+    for repeat in range(0 if is_warm else -1, repeats):
+        _fill(engine, _prompts(vocab_size, case.rows, case.prompt, repeat + 1), case.answer)
+        run = _steps_of(engine)
+        if repeat >= 0:
+            runs.append(run)
+        if not _has_time(runs):
+            break
     return runs
 
 
-def timed(engine: Engine, case: Case, repeats: int) -> TimedWork:
-    """Measure a case of this project's engine, and what its steps computed."""
-    runs = _runs(engine, engine.spec.vocab_size, case, repeats)
+def _has_time(runs: Sequence[_Run]) -> bool:
+    return sum(run.seconds for run in runs) < STAGE_SECONDS
+
+
+def timed_cases(engine: Engine, wanted: Iterable[Case], repeats: int) -> list[TimedWork]:
+    """Measure cases of this project's engine, and what their steps computed. On a CPU a warm-up of the first one, whose
+    step is the largest, is enough: all steps have the same kernels. A GPU's are chosen by the steps' shapes."""
+    is_cpu = resolve_device(engine.config.device).type == "cpu"
+    works: list[TimedWork] = []
+    for case in wanted:
+        works.append(_timed(engine, case, repeats, is_warm=is_cpu and bool(works)))
+    return works
+
+
+def _timed(engine: Engine, case: Case, repeats: int, *, is_warm: bool) -> TimedWork:
+    runs = _runs(engine, engine.spec.vocab_size, case, repeats, is_warm=is_warm)
     steps = _steps(engine, case)
-    assert len(steps) == len(runs[0].steps), "the same requests take the same steps"
-    seconds = statistics.median(run.seconds for run in runs[1:])
-    return TimedWork(case, _measured(case.name, case.rows, runs[1:]), steps, seconds)
+    seconds = statistics.median(run.seconds for run in runs)
+    if case.decoding:
+        steps = steps[WARM_STEPS : WARM_STEPS + len(runs) * WINDOW_STEPS]
+        seconds *= len(runs)  # the windows follow each other
+    else:
+        assert len(steps) == len(runs[0].steps), "the same requests take the same steps"
+    return TimedWork(case, _measured(case.name, case.rows, runs), steps, seconds)
+
+
+def seconds_left(done: Sequence[tuple[Case, float]], rest: Sequence[Case], repeats: int) -> float | None:
+    """Seconds that the rest of the cases takes, roughly, from those that are done, and the seconds of each; None: none
+    is done."""
+    if not done:
+        return None
+    (first, took), *others = done
+    position = took / (first.rows * first.prompt * 3)  # it takes a warm-up, and two or three runs
+    left = sum(case.seconds(repeats, position) for case in rest)
+    if others:
+        left *= sum(took for _, took in others) / sum(case.seconds(repeats, position) for case, _ in others)
+    return left
 
 
 def step_times(works: Sequence[TimedWork]) -> StepTimes:
-    """Fit the durations of a step's parts. Cases that measure reading keys compute as many positions as other cases, so
-    they add no step size."""
+    """Fit the durations of a step's parts. Cases that measure reading keys or long prompts compute about as many
+    positions as other cases, so they add no step size."""
     sizes = {
         work.case.rows if work.case.decoding else int(work.steps[:, 0].max())
         for work in works
-        if not work.case.behind_long
+        if not (work.case.behind_long or work.case.prompt > PREFILL_TOKENS)
     }
     return StepTimes.fit([(work.steps, work.seconds) for work in works], sorted(sizes))
 
 
-def cases(engine: Engine, batches: Sequence[int]) -> list[Case]:
+def cases(spec: ModelSpec, max_num_seqs: int, batches: Sequence[int], repeats: int) -> list[Case]:
     """The cases that separate the parts of a step's time: prompts and answers, steps of few and of many positions,
-    tokens that attend to few others and to many; as far as the engine's memory allows."""
-    positions = engine.spec.max_position
+    tokens that attend to few others and to many; as far as the engine's memory allows, which is sized for
+    `max_num_seqs` rows."""
+    positions = spec.max_position
     if positions < DECODE_PROMPT_TOKENS + DECODE_TOKENS:
         needed = DECODE_PROMPT_TOKENS + DECODE_TOKENS
         raise EngineError(f"the model's context holds {positions} tokens, but measuring it takes {needed}")
-    prompt = min(PREFILL_TOKENS, positions - 1)
-    found = [Case(PREFILL_ROWS, prompt, 1, decoding=False)]
-    found += [Case(size, DECODE_PROMPT_TOKENS, DECODE_TOKENS, decoding=True) for size in batches]
+    prompt, answer = min(PREFILL_TOKENS, positions - 1), min(_answer_tokens(repeats), positions - DECODE_PROMPT_TOKENS)
+    found = [
+        replace(case, answer=answer) if case.decoding else replace(case, prompt=prompt)
+        for case in rate_cases(batches, repeats)
+    ]
     found += [Case(rows, min(SHORT_TOKENS, prompt // 2), 1, decoding=False) for rows in (1, 4)]
     long = min(LONGEST_TOKENS, positions - 1)
     if long >= 2 * PREFILL_TOKENS:
-        found.append(Case(2, long, 1, decoding=False))
-    behind = min(LONG_TOKENS, positions - LONG_ANSWERS - 1)
+        found.append(Case(1, long, 1, decoding=False))
+    behind = min(LONG_TOKENS, positions - answer - 1)
     if behind >= PREFILL_TOKENS:
-        room = engine.max_num_seqs * (PREFILL_TOKENS + DECODE_TOKENS) // (behind + LONG_ANSWERS)
-        found.append(Case(min(LONG_ROWS, room), behind, LONG_ANSWERS, decoding=True))
+        room = max_num_seqs * (PREFILL_TOKENS + DECODE_TOKENS) // (behind + answer)
+        found.append(Case(min(LONG_ROWS, room), behind, answer, decoding=True))
     return found
+
+
+def _answer_tokens(repeats: int) -> int:
+    """Tokens of an answer with room for as many windows of decode, as far as the cache has it, and that doesn't end in
+    the last one."""
+    wanted = 1 + WARM_STEPS + repeats * WINDOW_STEPS + WARM_STEPS
+    return min(wanted, PREFILL_TOKENS + DECODE_TOKENS - DECODE_PROMPT_TOKENS)
 
 
 def _steps(engine: Engine, case: Case) -> NDArray[np.float64]:
@@ -209,7 +287,7 @@ def scheduler(steps: int = 200) -> Measurement:
     engine = Engine.without_model(_null_spec(max_position=max(length, 1024)), config, blocks)
     _fill(engine, _prompts(engine.spec.vocab_size, SCHEDULER_ROWS, DECODE_PROMPT_TOKENS, 0), max_tokens=steps)
     _until_all_decode(engine, SCHEDULER_ROWS * DECODE_PROMPT_TOKENS)
-    return _measured(f"scheduler alone, batch {SCHEDULER_ROWS}", SCHEDULER_ROWS, [_drain(engine)])
+    return _measured(f"scheduler alone, batch {SCHEDULER_ROWS}", SCHEDULER_ROWS, [_steps_of(engine)])
 
 
 def pipeline(model: ChosenModel, rows: int) -> float:
@@ -291,11 +369,19 @@ def _until_all_decode(engine: StepEngine, prompt_tokens: int) -> None:
             raise EngineError("a row ended while others waited; give the cache more memory or take a smaller batch")
 
 
-def _drain(engine: StepEngine) -> _Run:
-    """Run the engine until it is idle, and measure its steps."""
-    before, steps = engine.stats().computed, []
-    started = time.perf_counter()
+def _cancel(engine: StepEngine, rows: int) -> None:
+    """End a case's requests, so that the engine is idle."""
+    for index in range(rows):
+        engine.cancel(f"bench-{index}")
     while engine.has_work:
+        engine.step()
+
+
+def _steps_of(engine: StepEngine, most: int | None = None) -> _Run:
+    """Run so many steps, or until the engine is idle, and measure them."""
+    before, steps = engine.stats().computed, list[float]()
+    started = time.perf_counter()
+    while engine.has_work and (most is None or len(steps) < most):
         step_started = time.perf_counter()
         for completion in engine.step():
             if completion.error is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from pipeline.planner.estimates.capacity import HARDWARE
+from tokenmill import output
 from tokenmill.bench_results import MeasuredSpeed
 from tokenmill.commands.estimate import DEVICES
 from workers.model.loaded_model import model_digest
@@ -179,7 +182,16 @@ def test_given_a_bench_when_it_ends_then_its_results_are_printed_and_estimate_us
 ) -> None:
     quick = ("--repeats", "1", "--batch", "2", "--rows", "20", "--dtype", "float32", "--threads", "1")
 
-    found = tokenmill("bench", "--model", model_folder, *quick, "--json").json()
+    benched = tokenmill("bench", "--model", model_folder, *quick, "--json")
+    found = benched.json()
+    stages = benched.err.splitlines()[-4:]
+    assert [line.split(" (about")[0] for line in stages] == [
+        "4 of 7: decode, batch 2",
+        "5 of 7: prefill, a prompt of 128 tokens",
+        "6 of 7: prefill, prompts of 128 tokens",
+        "7 of 7: decode, batch 5, behind 486 tokens",
+    ]
+    assert all(line.endswith(" left)") for line in stages)
     estimated = tokenmill(
         "estimate", write_lines(chat("a", max_tokens=10)), "--model", f"tiny={model_folder}",
         "--dtype", "float32", "--threads", "1", "--json",
@@ -197,6 +209,41 @@ def test_given_a_bench_when_it_ends_then_its_results_are_printed_and_estimate_us
     assert found["cache_bytes"] > 2**20
     assert estimated["expected_tokens"] == 5, "half of what it may have"
     assert 0 < here["seconds"] < 5
+
+
+@pytest.mark.slow
+def test_given_a_slow_machine_when_measured_then_each_thing_is_measured_once(
+    tokenmill: Cli, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenmill.local.bench.STAGE_SECONDS", 1e-9)
+    quick = ("--batch", "2", "--rows", "20", "--dtype", "float32", "--threads", "1")
+    found = tokenmill("bench", "--model", model_folder, *quick, "--json").json()
+
+    assert all(result["slowest"] == result["fastest"] for result in found["results"])
+    assert min(seconds for _, seconds in found["step_sizes"]) >= 0
+
+
+@pytest.mark.slow
+def test_given_ctrl_c_in_a_bench_then_nothing_is_stored_and_it_says_how_long_all_of_it_takes(
+    tokenmill: Cli, folder: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say = output.say
+
+    def interrupt_fifth_stage(message: str) -> None:
+        say(message)
+        if message.startswith("5 of 7"):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(output, "say", interrupt_fifth_stage)
+    quick = ("--repeats", "1", "--batch", "2", "--rows", "20", "--dtype", "float32", "--threads", "1")
+    stopped = tokenmill("bench", "--model", model_folder, *quick)
+
+    assert stopped.code == 130
+    assert re.search(
+        "interrupted in stage 5 of 7, after .*s of about .*s: nothing was stored, because an estimate needs all stages",
+        stopped.err,
+    )
+    assert not list(folder.rglob("measured.json"))
 
 
 @pytest.mark.slow
