@@ -27,6 +27,9 @@ NOTEBOOK_SECONDS = 0.5
 
 BAR_WIDTH = 24
 
+LONG_ANSWER = 1000
+"""Tokens of an answer, from which on it may be called long."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepProgress:
@@ -58,6 +61,7 @@ class RunSnapshot:
         total: rows of the job; 0 while unknown.  done: rows with a result.  before: those of them from earlier runs.
             failed: those of them that failed.
         prompt_tokens, cached_tokens, output_tokens: of this run so far; cached ones were not computed again.
+        running, running_tokens: answers that are computed now, and their tokens so far.
         seconds: since this run began to compute; 0 before.  seconds_left: None: not known.
         planning: whether more rows may be planned.
         price_per_hour: of this machine; None: unknown.
@@ -72,6 +76,8 @@ class RunSnapshot:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    running: int = 0
+    running_tokens: int = 0
     seconds: float = 0.0
     seconds_left: float | None = None
     planning: bool = False
@@ -82,6 +88,16 @@ class RunSnapshot:
     def cost(self) -> float | None:
         """Of this run so far."""
         return None if self.price_per_hour is None else self.price_per_hour * self.seconds / 3600
+
+    @property
+    def long_answer(self) -> float | None:
+        """Tokens of each running answer, where these have become much longer than those that ended; else None."""
+        ended = self.done - self.before
+        if ended <= 0 or not self.running:
+            return None
+        tokens = self.running_tokens / self.running
+        is_long = tokens >= max(LONG_ANSWER, 4 * (self.output_tokens - self.running_tokens) / ended)
+        return tokens if is_long else None
 
 
 def describe(snapshot: RunSnapshot) -> str:
@@ -105,6 +121,8 @@ def describe(snapshot: RunSnapshot) -> str:
         words.append(f"cost {snapshot.cost:.4g}")
     if snapshot.seconds_left is not None:
         words.append(f"about {duration(snapshot.seconds_left)} left")
+    if snapshot.long_answer is not None:
+        words.append(f"{count(snapshot.running)} long answers of {count(snapshot.long_answer)} tokens so far")
     return "  ".join(words)
 
 

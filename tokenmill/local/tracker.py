@@ -17,7 +17,7 @@ from workers.observability.progress import WorkerProgress
 
 class WorkerUpdate(NamedTuple):
     """The counts of a worker for the display; see `WorkerProgress`. `running`: sequences that its engine
-    computes."""
+    computes.  `running_tokens`: their tokens so far."""
 
     rows: int
     failed: int
@@ -26,11 +26,14 @@ class WorkerUpdate(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    running_tokens: int
 
     @classmethod
     def of(cls, progress: WorkerProgress) -> WorkerUpdate:
         counts = progress.counts
-        tokens = counts.prompt_tokens, counts.cached_tokens, progress.engine.generated
+        generated = progress.engine.generated
+        running = max(0, generated - counts.completion_tokens)  # resumed answers have tokens of an earlier run
+        tokens = counts.prompt_tokens, counts.cached_tokens, generated, running
         return cls(progress.rows, counts.failed, counts.restored, progress.engine.running, *tokens)
 
 
@@ -153,6 +156,8 @@ class RunTracker:
             prompt_tokens=sum(worker.prompt_tokens for worker in workers),
             cached_tokens=sum(worker.cached_tokens for worker in workers),
             output_tokens=sum(worker.output_tokens for worker in workers),
+            running=sum(worker.running for worker in workers),
+            running_tokens=sum(worker.running_tokens for worker in workers),
             seconds=time.monotonic() - began,
         )
 

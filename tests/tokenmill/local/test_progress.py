@@ -14,12 +14,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from engine.engine import EngineStats
+from engine.scheduler.latency import LatencyCounts
 from schemas.jobs.outcome import Counts, JobStatus, Manifest, Usage
 from tests.waiting import HANG_SECONDS
 from tokenmill.local import progress
 from tokenmill.local.progress import ProgressDisplay, RunSnapshot, describe
 from tokenmill.local.summary import last_line, summary_table
+from tokenmill.local.tracker import RotationObserver, RunTracker
 from tokenmill.output import duration, size
+from workers.observability.progress import WorkerCounts, WorkerProgress
 
 RUNNING = RunSnapshot(
     phase="computing",
@@ -45,6 +49,34 @@ def test_given_a_snapshot_when_described_then_rates_hits_and_eta_are_right() -> 
     assert "25 % of input cached" in line
     assert "about 1 min 24 s left" in line
     assert "left" not in describe(replace(RUNNING, seconds_left=None))
+
+
+def test_given_answers_much_longer_than_those_that_ended_when_described_then_they_are_named() -> None:
+    tail = replace(RUNNING, done=197, output_tokens=187 * 50 + 3 * 2100, running=3, running_tokens=3 * 2100)
+
+    assert describe(tail).endswith("left  3 long answers of 2,100 tokens so far")
+    assert "long" not in describe(replace(tail, output_tokens=187 * 600 + 3 * 2100)), "the others are as long"
+    assert "long" not in describe(replace(tail, output_tokens=187 * 50 + 3 * 900, running_tokens=3 * 900))
+    assert "long" not in describe(replace(tail, done=10)), "none has ended"
+
+
+def test_given_a_workers_progress_when_tracked_then_tokens_of_answers_that_did_not_end_are_those_of_running_ones() -> (
+    None
+):
+    engine = EngineStats(
+        computed=9000, recomputed=0, cached=0, generated=7250, steps=2100, step_times=LatencyCounts(), preemptions=0,
+        running=3, waiting=0, free_blocks=10, total_blocks=20,
+    )  # fmt: skip
+    counts = WorkerCounts(succeeded=19, completion_tokens=950)
+    tracker = RunTracker()
+    tracker.set_plan(Counts(total=22, pending=22))
+    tracker.computing()
+    RotationObserver(tracker.update, 0).progress(WorkerProgress(counts, engine, queued=0, shards_open=1))
+
+    snapshot = tracker.snapshot()
+
+    assert (snapshot.running, snapshot.running_tokens, snapshot.output_tokens) == (3, 6300, 7250)
+    assert snapshot.long_answer == 2100
 
 
 def test_given_nothing_computed_yet_when_described_then_only_the_phase_is_shown() -> None:

@@ -107,7 +107,7 @@ def test_given_rows_that_need_no_computing_when_counted_then_the_line_ends_with_
         )
     )
     tracker.computing()
-    tracker.update(WorkerUpdate(95, 1, 40, 0, 0, 0, 95), 0)
+    tracker.update(WorkerUpdate(95, 1, 40, 0, 0, 0, 95, 0), 0)
 
     snapshot = tracker.snapshot()
 
