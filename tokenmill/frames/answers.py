@@ -142,6 +142,9 @@ def _of_enum(kind: type[Enum]) -> AnswerForm | None:
 def _of_type(output: Any) -> AnswerForm:
     """The form of a type, by pydantic."""
     name = getattr(output, "__qualname__", str(output))
+    if output in (list, tuple, set, frozenset, dict):
+        wanted = "a pydantic model, or a TypedDict" if output is dict else "the type of its items too, as list[str]"
+        raise InvalidCall(f"output: {name} doesn't say what is in it; give {wanted}")
     try:
         adapter = TypeAdapter(output)
         asked, shown = (adapter.json_schema(mode=mode) for mode in ("validation", "serialization"))

@@ -56,6 +56,9 @@ def map_rows(
 ) -> Any:
     """Answer a prompt for each row of a table, with a model in this process or on an installation.
 
+    `preview` answers the first rows only and prints them; `classify`, `score` and `embed` add labels, scores and
+    vectors; `pipeline` with `step` and `filter` makes several columns from each other; `write_dataset` saves a table.
+
     Args:
         data: a pandas or polars DataFrame, an Arrow table, a DuckDB relation, a `datasets.Dataset`, a list of dicts, or
             the path or glob of Parquet, CSV or JSONL files, also on s3://, which are read whole.
@@ -78,7 +81,8 @@ def map_rows(
             and are not computed.
         validate: judges an answer before its row ends: `validate(answer)`, or `validate(answer, row)` with the row's
             cells by column. True or None: it is accepted. False, a text that says why, or a raised `ValueError`: the
-            row is asked again, with its answer and the reason behind the same messages.
+            row is asked again, with its answer and the reason behind the same messages. Another exception is the
+            row's error.
         max_tries: how often a row is asked, at most; 3 with `validate`. Without `validate` the output's own checks
             judge: those of a pydantic model's validators, or of a schema, and whether the answer was cut off.
         adapter_column: with `adapters`, the column that names the adapter that answers each row. Null: the model alone

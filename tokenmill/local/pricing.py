@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from tokenmill.local.run_plan import RunPlan
 
 NO_PRICE: Final = (
-    "this machine has no price per hour; give --price-per-hour, or set TOKENMILL_PRICE_PER_HOUR or "
-    "TOKENMILL_INSTANCE__TYPE"
+    "this machine has no price per hour; set TOKENMILL_PRICE_PER_HOUR or TOKENMILL_INSTANCE__TYPE, or give commands "
+    "--price-per-hour"
 )
 """Why a cost is unknown, and the fix."""
 

@@ -61,6 +61,10 @@ class RemainingTime:
         return rows_left * work_of_row * seconds / work
 
     def _mean_running(self, seconds: float) -> float:
-        """The rows computed at once, in the mean of the window."""
-        pairs = pairwise(self._measured)
-        return sum(before.running * (after.seconds - before.seconds) for before, after in pairs) / seconds
+        """The rows computed at once, in the mean of the window. Between two measurements these are the more of both:
+        rows that began in a step that takes long, such as the first, are in the second only."""
+        rows = (
+            max(before.running, after.running) * (after.seconds - before.seconds)
+            for before, after in pairwise(self._measured)
+        )
+        return sum(rows) / seconds

@@ -303,6 +303,8 @@ def test_given_bounded_fields_when_bounded_then_no_answer_that_the_grammar_takes
         (re.Match, "pydantic makes no JSON schema of Match"),
         ({"a": "str", "n": int}, '"properties": {"a": {"type": "string"}, "n": {"type": "integer"}}, "required"'),
         ({"title": "str"}, "has none of its keywords"),
+        (list, "list doesn't say what is in it; give the type of its items too, as list[str]"),
+        (dict, "dict doesn't say what is in it; give a pydantic model"),
     ],
 )
 def test_given_another_output_when_made_then_it_is_refused_with_the_fix(output: Any, message: str) -> None:

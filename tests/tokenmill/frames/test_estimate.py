@@ -11,4 +11,4 @@ def test_given_a_time_when_printed_then_the_cost_is_that_or_how_to_give_a_price(
         return next(line for line in str(estimate).splitlines() if line.startswith("cost "))
 
     assert cost_line(1.0, 2.0) == "cost             1.0000"
-    assert "unknown: this machine has no price per hour; give --price-per-hour, or set" in cost_line(None, None)
+    assert "unknown: this machine has no price per hour; set TOKENMILL_PRICE_PER_HOUR" in cost_line(None, None)

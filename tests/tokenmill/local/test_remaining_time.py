@@ -40,6 +40,15 @@ def simulate(
     return [(estimate, now - at, left) for at, estimate, left in made if estimate is not None]
 
 
+def test_given_a_first_step_that_takes_long_when_few_rows_have_ended_then_the_time_left_is_unknown() -> None:
+    remaining = RemainingTime()
+    remaining.add(RunMeasurement(0.0, rows=0, running=0, tokens=0))
+    remaining.add(RunMeasurement(9.0, rows=0, running=64, tokens=64))
+    remaining.add(RunMeasurement(10.0, rows=8, running=56, tokens=640))
+
+    assert remaining.estimate(192) is None
+
+
 def test_given_answers_of_one_length_then_the_time_left_is_shown_from_the_second_wave_on_and_becomes_right() -> None:
     found = simulate([100] * 1000)
 

@@ -229,7 +229,7 @@ def test_given_a_dry_run_when_made_then_it_prints_the_plan_and_writes_nothing(ru
     ended = run("in.parquet", "prompt.txt", "--dry-run", "--limit", 2, "--json", *SHORT)
 
     assert (shown.code, ended.code) == (0, 0), ended.err
-    assert "cost unknown: this machine has no price per hour; give --price-per-hour" in " ".join(shown.out.split())
+    assert "cost unknown: this machine has no price per hour; set TOKENMILL_PRICE" in " ".join(shown.out.split())
     assert "cost unknown, as the time is" in " ".join(priced.out.split())
     assert "shared if the fields had the template's order" in shown.out
     assert (ended.json()["rows"], ended.json()["max_tokens"]) == (2, 4)
