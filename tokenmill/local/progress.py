@@ -122,7 +122,8 @@ def describe(snapshot: RunSnapshot) -> str:
     if snapshot.seconds_left is not None:
         words.append(f"about {duration(snapshot.seconds_left)} left")
     if snapshot.long_answer is not None:
-        words.append(f"{count(snapshot.running)} long answers of {count(snapshot.long_answer)} tokens so far")
+        answers = "1 long answer" if snapshot.running == 1 else f"{count(snapshot.running)} long answers"
+        words.append(f"{answers} of {count(snapshot.long_answer)} tokens so far")
     return "  ".join(words)
 
 

@@ -57,6 +57,7 @@ def test_given_answers_much_longer_than_those_that_ended_when_described_then_the
     assert describe(tail).endswith("left  3 long answers of 2,100 tokens so far")
     assert "long" not in describe(replace(tail, output_tokens=187 * 600 + 3 * 2100)), "the others are as long"
     assert "long" not in describe(replace(tail, output_tokens=187 * 50 + 3 * 900, running_tokens=3 * 900))
+    assert "  1 long answer of 2,100 tokens" in describe(replace(tail, running=1, running_tokens=2100))
     assert "long" not in describe(replace(tail, done=10)), "none has ended"
 
 
